@@ -1,4 +1,4 @@
-"""A Hub for tests, in this process: the endpoints of the real client that create, fill and download a model repository.
+"""A Hub for tests, in this process: the endpoints by which the real client creates, fills and downloads a repository.
 
 Everything is in memory, and every file goes into the commit itself: the server asks for none to be uploaded before.
 """

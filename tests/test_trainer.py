@@ -1,4 +1,4 @@
-"""`QaRLTrainer` without an engine: TRL's trainer when everything is off, TBPO by default, and loud when a hook is lost."""
+"""`QaRLTrainer` without an engine: TRL's trainer when all is off, TBPO by default, and loud when a hook is lost."""
 
 from __future__ import annotations
 
@@ -273,8 +273,8 @@ def test_what_trains_is_tbpo(dense_model, tmp_path, changes, bounds_matter):
         assert max(abs(expected - wrong) for _, expected, wrong in comparison.rows) > 1e-5
 
 
-# A first ratio is 1 only before the first update. With 3 micro-batches to a rollout batch and an update every 2, a rollout batch
-# begins in the middle of an update.
+# With 3 micro-batches to a rollout batch and an update every 2, a rollout batch begins in the middle of an update: only its
+# first micro-batch comes before an update.
 BEGINS_IN_AN_UPDATE = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "max_steps": 6}
 
 

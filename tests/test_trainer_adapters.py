@@ -1,4 +1,4 @@
-"""LoRA in `QaRLTrainer`: an adapter that is merged before quantization; its files, and the reference of its KL penalty."""
+"""LoRA in `QaRLTrainer`, merged before quantization: its files, and the reference of its KL penalty."""
 
 from __future__ import annotations
 

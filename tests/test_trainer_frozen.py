@@ -1,4 +1,4 @@
-"""`lora_base="frozen"` in `QaRLTrainer`: the adapter trains beside low-bit weights; its files, its base, and their export."""
+"""`lora_base="frozen"` in `QaRLTrainer`: an adapter beside low-bit weights; its files, its base, and their export."""
 
 from __future__ import annotations
 

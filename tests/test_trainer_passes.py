@@ -1,4 +1,4 @@
-"""Packed passes in `QaRLTrainer`: `old` is computed in the passes of the loss, so that the first ratio is exactly 1."""
+"""Packed passes in `QaRLTrainer`: those of `old` are those of the loss, so that the first ratio is exactly 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`QaRLTrainer` from a quantized checkpoint: master weights from what it decompresses to, in its own scheme or another."""
+"""`QaRLTrainer` from a quantized checkpoint: master weights are what it decompresses to, in its scheme or another."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def run_in_this_process(function: str, settings: dict[str, Any], figures: str, d
     os._exit(code)  # not `sys.exit`, which waits for threads and children
 
 
-# Without an engine ----------------------------------------------------------------------------------------------------
+# Without an engine --------------------------------------------------------------------------------------------------
 
 
 def quantizer(run: Run) -> None:
@@ -128,7 +128,7 @@ def gemms(run: Run) -> None:
     run.check("pytest passes", result.returncode == 0)
 
 
-# With an engine -------------------------------------------------------------------------------------------------------
+# With an engine -----------------------------------------------------------------------------------------------------
 
 
 def engine(run: Run, scheme: str, sleep: bool = False, family: str = "Qwen3") -> None:
@@ -223,7 +223,7 @@ def _use_gemm(model: torch.nn.Module, name: str) -> None:
         layer.gemm = None  # a layer keeps the gemm of its first forward
 
 
-# In a real model's shape ----------------------------------------------------------------------------------------------
+# In a real model's shape --------------------------------------------------------------------------------------------
 
 
 def step(run: Run, scheme: str | None) -> None:

@@ -36,7 +36,7 @@ def test_each_learner_is_measured_with_its_own_gemm(tmp_path, monkeypatch):
     engines_gemms: list[Gemm] = []
 
     def engine_gemm(scheme, device):
-        """Stands for the engine's, which not every machine has: the numbers of the plain one, by objects of its own."""
+        """Stands for the engine's, which not every machine has: the plain one's numbers, by other objects."""
         gemm = plain_gemm(scheme, device)
         engines_gemms.append(gemm)
         return gemm
