@@ -32,7 +32,9 @@ from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
 from qarl_trl.rollout import cpu
 
 
+# One arithmetic for tests and engines, set before anything is computed.
 choose_arithmetic()
+# Why vLLM's CPU engine, or its 4-bit kernel, does not run here; `None` where it does.
 NO_ENGINE = cpu.why_no_engine(cpu.cpu_flags(), platform.machine())
 NO_FOUR_BITS = cpu.why_no_engine(cpu.cpu_flags(), platform.machine(), four_bits=True)
 CHARACTERS = " 0123456789+-*=();#abcdefghijklmnopqrstuvwxyz\n"
@@ -71,11 +73,14 @@ def make_model(kind="qwen3", seed=0, dtype=torch.float32, **changes):
     settings = TINY | TINY_MOE.get(kind, {}) | changes
     if kind in ("qwen2", "olmoe"):
         settings.pop("head_dim")
+
     torch.manual_seed(seed)
     model = model_class(config_class(**settings))
     for name, param in model.named_parameters():
-        param.data = param.data.to(dtype)  # parameters alone, as `from_pretrained`: rotary buffers stay float32
-        if name.endswith("bias"):  # they start at zero, which would hide a lost one
+        # Parameters alone, as `from_pretrained` does: rotary buffers stay float32.
+        param.data = param.data.to(dtype)
+        if name.endswith("bias"):
+            # They start at zero, which would hide a lost one.
             torch.nn.init.normal_(param, std=0.1)
     return model
 
@@ -89,6 +94,7 @@ def save_chat_model(folder):
     """A toy with a chat template, saved in a folder, which is returned."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
     make_model(max_position_embeddings=512).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -103,6 +109,28 @@ def tiny_model():
 @pytest.fixture(scope="session")
 def tiny_tokenizer():
     return make_tokenizer()
+
+
+# Folders of small models, for trainers: tests only read them.
+
+
+@pytest.fixture(scope="session")
+def dense_model(tmp_path_factory):
+    """A Qwen3 of one block."""
+    return toys.save_model(tmp_path_factory.mktemp("dense"), layers=1)
+
+
+@pytest.fixture(scope="session")
+def mixture_model(tmp_path_factory):
+    """A Qwen3-MoE of one block with four experts."""
+    return toys.save_model(tmp_path_factory.mktemp("mixture"), layers=1, experts=4)
+
+
+@pytest.fixture(scope="session")
+def gptq_model(dense_model, tmp_path_factory):
+    """`dense_model` in W4A16, by llm-compressor's GPTQ."""
+    pytest.importorskip("llmcompressor")
+    return toys.save_gptq(dense_model, tmp_path_factory.mktemp("gptq"))
 
 
 def starts_engine(item):
@@ -120,8 +148,13 @@ def cpu_of_settings(request, monkeypatch):
 def pytest_runtest_makereport(item):
     """A test that met this CPU's lack of a 4-bit kernel, as our refusal or as vLLM's missing operation, is skipped."""
     report = yield
-    if NO_FOUR_BITS and report.failed and any(w in report.longreprtext for w in (NO_FOUR_BITS, "'cpu_gemm_wna16'")):
-        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1], f"Skipped: {NO_FOUR_BITS}")
+    if not (NO_FOUR_BITS and report.failed):
+        return report
+
+    if NO_FOUR_BITS in report.longreprtext or "'cpu_gemm_wna16'" in report.longreprtext:
+        _, line, _ = item.location
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), line, f"Skipped: {NO_FOUR_BITS}")
     return report
 
 

@@ -1,4 +1,4 @@
-"""A Hub for tests, in this process: the endpoints of the real client that create, fill and download a model repository.
+"""A Hub for tests, in this process: the endpoints by which the real client creates, fills and downloads a repository.
 
 Everything is in memory, and every file goes into the commit itself: the server asks for none to be uploaded before.
 """
@@ -11,85 +11,135 @@ import json
 import re
 import threading
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 
-WRITER, READER = "hf_writer_secret", "hf_reader_secret"
+WRITER = "hf_writer_secret"
+READER = "hf_reader_secret"
+# Status and content of an answer: JSON, or a file's bytes, or `None` for a file that is not there.
+Answer = tuple[int, Any]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A message, and all files of the branch after it."""
+
+    message: str
+    files: dict[str, bytes]
 
 
 class Hub:
-    """State: of each repository its branches, of a branch its commits, newest last; a commit is (message, files)."""
+    """
+    The state of the Hub, and its answers.
+
+    Attributes:
+        branches: Of each repository its branches, and of a branch its commits, newest last.
+        private: Whether each repository is private.
+        refusals: Statuses with which the next commits are refused.
+        url: Where it listens.
+    """
 
     def __init__(self) -> None:
-        self.branches: dict[str, dict[str, list[tuple[str, dict[str, bytes]]]]] = {}
+        self.branches: dict[str, dict[str, list[Commit]]] = {}
         self.private: dict[str, bool] = {}
-        self.refusals: list[int] = []  # answers to the next commits
+        self.refusals: list[int] = []
         self.url = ""
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         """The content of a branch, or of the id under which the main one is downloaded."""
-        return self.branches[repo]["main" if branch == _sha(repo) else branch][-1][1]
+        if branch == _sha(repo):
+            branch = "main"
+        return self.branches[repo][branch][-1].files
 
     def messages(self, repo: str, branch: str = "main") -> list[str]:
         """Commit messages, newest first."""
-        return [message for message, _ in reversed(self.branches[repo][branch])]
+        return [commit.message for commit in reversed(self.branches[repo][branch])]
 
-    def answer(self, path: str, body: bytes, may_write: bool) -> tuple[int, Any]:
-        """Status and content of the answer to a request."""
+    def answer(self, path: str, body: bytes, may_write: bool) -> Answer:
+        """The answer to a request with a known token."""
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            repo = f"{asked.get('organization') or 'me'}/{asked['name']}"
-            status = 409 if repo in self.branches else 200 if may_write else 403
-            if status == 200:
-                self.branches[repo] = {"main": [("initial commit", {".gitattributes": b""})]}
-                self.private[repo] = asked.get("visibility") == "private"
-            return status, {"url": f"{self.url}/{repo}", "name": repo}
-        if path == "/api/validate-yaml":
+            return self._create(json.loads(body), may_write)
+        if path == "/api/validate-yaml":  # of a model card
             return 200, {"errors": [], "warnings": []}
-        if found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            return 200, self.files(found[1], found[2]).get(found[3])
+
+        file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        if file:
+            repo, branch, name = file.groups()
+            return 200, self.files(repo, branch).get(name)
+
         repo, action, argument = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([\w-]+)/(.+))?", path).groups()
         if repo not in self.branches:
             return 404, {"error": "Repository not found"}
+        return self._answer_for(repo, action, argument, body, may_write)
+
+    def _create(self, wanted: dict[str, Any], may_write: bool) -> Answer:
+        repo = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
+        described = {"url": f"{self.url}/{repo}", "name": repo}
+        if repo in self.branches:
+            return 409, described
+        if not may_write:
+            return 403, described
+
+        self.branches[repo] = {"main": [Commit("initial commit", {".gitattributes": b""})]}
+        self.private[repo] = wanted.get("visibility") == "private"
+        return 200, described
+
+    def _answer_for(self, repo: str, action: str | None, argument: str, body: bytes, may_write: bool) -> Answer:
+        """The answer to `/api/models/<repo>/<action>/<argument>` for a repository that exists."""
         if action == "auth-check":
             return (200 if may_write else 403), {}
         if action == "branch":
-            self.branches[repo].setdefault(argument, [*self.branches[repo]["main"]])
+            of_main = list(self.branches[repo]["main"])
+            self.branches[repo].setdefault(argument, of_main)
             return 200, {}
         if action == "preupload":
-            return 200, {
-                "files": [row | {"uploadMode": "regular", "shouldIgnore": False} for row in json.loads(body)["files"]]
-            }
+            into_the_commit = {"uploadMode": "regular", "shouldIgnore": False}
+            return 200, {"files": [row | into_the_commit for row in json.loads(body)["files"]]}
         if action == "tree":
-            if "/" in argument:  # a folder, such as one of chat templates; no model here has any
-                return 404, {"error": "no such folder"}
-            files = self.files(repo, argument)
-            return 200, [{"type": "file", "path": name, "size": len(f), "oid": name} for name, f in files.items()]
+            return self._tree(repo, argument)
         if action == "commit":
-            if self.refusals or not may_write:
-                return (self.refusals.pop(0) if self.refusals else 403), {"error": "refused"}
-            self._commit(repo, argument, [json.loads(line) for line in body.splitlines()])
-            return 200, {"commitOid": _sha(repo), "commitUrl": f"{self.url}/{repo}/commit/{_sha(repo)}"}
-        siblings = [
-            {"rfilename": name} for name in self.files(repo)
-        ]  # no action, or a revision: what is there to download
+            return self._commit(repo, argument, body, may_write)
+
+        # No action, or a revision: what is there to download.
+        siblings = [{"rfilename": name} for name in self.files(repo)]
         return 200, {"id": repo, "sha": _sha(repo), "siblings": siblings, "private": self.private[repo], "tags": []}
 
-    def _commit(self, repo: str, branch: str, lines: list[dict]) -> None:
-        files, message = dict(self.files(repo, branch)), ""
-        for kind, value in ((line["key"], line["value"]) for line in lines):
-            if kind == "header":
+    def _tree(self, repo: str, argument: str) -> Answer:
+        if "/" in argument:  # a folder, such as one of chat templates; no model here has any
+            return 404, {"error": "no such folder"}
+
+        rows = []
+        for name, content in self.files(repo, argument).items():
+            rows.append({"type": "file", "path": name, "size": len(content), "oid": name})
+        return 200, rows
+
+    def _commit(self, repo: str, branch: str, body: bytes, may_write: bool) -> Answer:
+        if self.refusals:
+            return self.refusals.pop(0), {"error": "refused"}
+        if not may_write:
+            return 403, {"error": "refused"}
+
+        message = ""
+        files = dict(self.files(repo, branch))
+        for line in body.splitlines():
+            part = json.loads(line)
+            value = part["value"]
+            if part["key"] == "header":
                 message = value["summary"]
-            elif kind == "file":
+            elif part["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            else:
+            else:  # a deletion
                 del files[value["path"]]
-        self.branches[repo][branch].append((message, files))
+
+        self.branches[repo][branch].append(Commit(message, files))
+        return 200, {"commitOid": _sha(repo), "commitUrl": f"{self.url}/{repo}/commit/{_sha(repo)}"}
 
 
 def _sha(repo: str) -> str:
+    """Stands for the id of each commit."""
     return hashlib.sha1(repo.encode()).hexdigest()
 
 
@@ -100,32 +150,45 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        status, content = 401, {"error": "Invalid username or password."}
-        if token in (WRITER, READER):
-            status, content = self.hub.answer(unquote(urlsplit(self.path).path), body, token == WRITER)
+        status, content = self._answer()
+        if content is None:
+            status = 404
         raw = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(404 if content is None else status)
-        headers = {"Content-Length": str(len(raw)), "ETag": f'"{hashlib.sha1(raw).hexdigest()}"'}
+
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.send_header("ETag", f'"{hashlib.sha1(raw).hexdigest()}"')
         if "/resolve/" in self.path:
-            headers["X-Repo-Commit"] = _sha("/".join(self.path.split("/")[1:3]))
-        for name, value in headers.items():
-            self.send_header(name, value)
+            _, owner, name, *_ = self.path.split("/")
+            self.send_header("X-Repo-Commit", _sha(f"{owner}/{name}"))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(raw)
 
     do_HEAD = do_POST = do_GET
 
+    def _answer(self) -> Answer:
+        # Read in any case: what is left of a request would be taken for the next one.
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        authorization = self.headers.get("Authorization") or ""
+        token = authorization.removeprefix("Bearer ")
+        if token not in (WRITER, READER):
+            return 401, {"error": "Invalid username or password."}
+
+        path = unquote(urlsplit(self.path).path)
+        return self.hub.answer(path, body, may_write=token == WRITER)
+
 
 @contextmanager
 def running_hub():
     """A [`Hub`] that listens on this machine; its address is `hub.url`."""
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    handler = type("Handler", (_Handler,), {"hub": hub})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+
+    # Asked for the shutdown every 20 ms, instead of 500.
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield hub

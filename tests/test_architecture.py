@@ -1,6 +1,7 @@
 """The layout of docs/architecture.md: imports point one way, and the method never loads the tools."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,73 +12,176 @@ import qarl_trl
 
 
 PACKAGE = Path(qarl_trl.__file__).parent
-# What each folder may import of this package, also for annotations; the files at the top may import everything but tools.
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+
+# The foundation below every folder but those that import nothing.
+BASE = {"_compat", "guards", "processes", "redact"}
+# The folders, files and modules of this package that each folder may import besides its own. The files at the top may import
+# everything but the tools.
 MAY_IMPORT = {
-    "quant": {"quant"},
-    "cpu_exact": {"cpu_exact"},
-    "rollout": {"rollout", "cpu_exact", "quant", "_compat", "guards"},
-    "learner": {"learner", "quant", "_compat"},
-    "metrics": {"metrics", "loss", "quant"},
-    "export": {"export", "quant", "config", "redact"},
-    "checkpoints": {"checkpoints", "quant", "export", "config", "_compat", "guards"},
+    "quant": set(),
+    "cpu_exact": set(),
+    "export": {"quant"} | BASE,
+    "checkpoints": {"export", "quant"} | BASE,
+    "learner": {"quant"} | BASE,
+    "rollout": {"cpu_exact", "quant"} | BASE,
+    "metrics": {"loss", "quant"} | BASE,
+    # It checks settings, so it may import the modules that define them.
+    "validate": {"config", "trainers.settings", "rollout", "checkpoints", "export", "cpu_exact", "quant"} | BASE,
+    # All of the method but trainer.py and config.py, which are made of it.
+    "trainers": {
+        *("validate", "metrics", "rollout", "learner", "checkpoints", "export", "cpu_exact", "quant", "loss", "optim"),
+        *BASE,
+    },
 }
-# A class whose instances are passed in, named in annotations below the module that builds them.
+# Its instances are passed to all folders, which name it in annotations alone (`if TYPE_CHECKING`).
 FOR_ANNOTATIONS = {"config"}
-COMMANDS = {"cli"}  # finds the tools by name
+# The command line finds the tools by name.
+COMMANDS = {"cli"}
 
 
-def imports(path: Path) -> set[str]:
+class WithoutAnnotations(ast.NodeTransformer):
+    """Removes what only a type checker imports."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return node.orelse
+        return self.generic_visit(node)
+
+
+def imports(path: Path, for_annotations: bool = True) -> set[str]:
     """Modules of this package that a file imports anywhere, as dotted paths below it."""
-    package = ["qarl_trl", *path.relative_to(PACKAGE).parent.parts]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = package[: len(package) - node.level + 1] + (node.module or "").split(".")
-            base = [part for part in base if part]
-            for alias in node.names:
-                whole = PACKAGE.joinpath(*base[1:], alias.name)
-                is_module = whole.with_suffix(".py").exists() or (whole / "__init__.py").exists()
-                found.add(".".join([*base, alias.name][1:] if is_module else base[1:]))
-    return found - {""}
+    tree = ast.parse(path.read_text())
+    if not for_annotations:
+        tree = WithoutAnnotations().visit(tree)
+
+    folder = ["qarl_trl", *path.relative_to(PACKAGE).parent.parts]
+    modules = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            source = _source(node, folder)
+            if source[0] == "qarl_trl":
+                modules |= {_module(source[1:], alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            absolute = [alias.name for alias in node.names if alias.name.startswith("qarl_trl.")]
+            modules |= {name.removeprefix("qarl_trl.") for name in absolute}
+    return modules - {""}
 
 
-def graph() -> dict[str, set[str]]:
-    """Of every module of the package, by its dotted path, what it imports."""
-    found = {}
+def _source(node: ast.ImportFrom, folder: list[str]) -> list[str]:
+    """The parts of the module from which `from ... import` takes names, in a file of `folder`."""
+    named = node.module.split(".") if node.module else []
+    if not node.level:
+        return named
+    above = folder[: len(folder) - node.level + 1]
+    return [*above, *named]
+
+
+def _module(source: list[str], name: str) -> str:
+    """`source.name` if that is a module of this package, otherwise `source`, in which `name` is defined."""
+    path = PACKAGE.joinpath(*source, name)
+    is_module = path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+    return ".".join([*source, name] if is_module else source)
+
+
+def graph(for_annotations: bool = True) -> dict[str, set[str]]:
+    """What each module of the package imports, by its dotted path."""
+    imported = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = imports(path)
-    return found
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        imported[".".join(parts)] = imports(path, for_annotations)
+    return imported
+
+
+def top(module: str) -> str:
+    """The folder, or the file, of the package that a module is in."""
+    return module.split(".")[0]
+
+
+def imports_outside(folder: str, may_import: set[str], imported: dict[str, set[str]]) -> list[str]:
+    """What the modules of a folder import besides it and `may_import`, as sentences."""
+    outside = []
+    for name, modules in imported.items():
+        if top(name) != folder:
+            continue
+        for module in sorted(modules):
+            if top(module) != folder and not {module, top(module)} & may_import:
+                outside.append(f"{name} imports {module}")
+    return outside
+
+
+def folders() -> set[str]:
+    return {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_a_folder_imports_nothing_from_above(folder):
-    for name, imported in graph().items():
-        if name.split(".")[0] == folder:
-            outside = {found for found in imported if found.split(".")[0] not in MAY_IMPORT[folder] | FOR_ANNOTATIONS}
-            assert not outside, f"{name} imports {sorted(outside)}"
+    outside = imports_outside(folder, MAY_IMPORT[folder], graph(for_annotations=False))
+
+    assert not outside
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_a_folder_names_nothing_from_above_in_annotations_but_the_config(folder):
+    outside = imports_outside(folder, MAY_IMPORT[folder] | FOR_ANNOTATIONS, graph())
+
+    assert not outside
+
+
+def test_an_import_from_above_is_found():
+    """Control of both."""
+    above = {"quant.store": {"quant.quantize", "trainers.low_bit"}, "validate.run": {"trainers.low_bit"}}
+
+    assert imports_outside("quant", MAY_IMPORT["quant"], above) == ["quant.store imports trainers.low_bit"]
+    assert imports_outside("validate", MAY_IMPORT["validate"], above) == ["validate.run imports trainers.low_bit"]
+
+
+def test_the_page_draws_what_a_folder_may_import_below_it():
+    """Down to the single file that the page draws above: the arithmetic of the loss, which imports nothing."""
+    drawing = PAGE.read_text().split("```")[1]
+    below_the_tools = drawing.partition("-----")[2]
+    drawn = re.findall(r"^(\w+)/ ", below_the_tools, re.MULTILINE)
+
+    assert drawn.index("trainers") == 0
+    assert set(MAY_IMPORT) - {"validate"} <= set(drawn)  # validate may still be one file
+    for folder, may_import in MAY_IMPORT.items():
+        above = drawn[: drawn.index(folder)]
+        assert not may_import & set(above), f"{folder} may import what stands above it: {above}"
+
+
+def test_every_folder_of_the_method_has_its_rule():
+    assert folders() - {"tools"} <= MAY_IMPORT.keys()
+    assert {"quant", "trainers"} <= folders()  # control
 
 
 def test_the_method_never_imports_the_tools():
-    users = {name for name, imported in graph().items() if any(found.split(".")[0] == "tools" for found in imported)}
-    assert all(name.startswith("tools") for name in users - COMMANDS), users
+    users = set()
+    for name, imported in graph().items():
+        if any(top(module) == "tools" for module in imported):
+            users.add(name)
+
+    assert all(top(name) == "tools" for name in users - COMMANDS), users
     assert users  # control: the graph was read
 
 
 def test_no_two_modules_import_each_other():
     """Imports inside functions and for annotations count. The package's `__init__` names its two classes lazily."""
-    found, done = graph(), set()
+    imported = graph()
+    finished = set()
 
     def visit(name: str, way: list[str]) -> None:
         assert name not in way, " -> ".join([*way, name])
-        if name not in done:
-            for target in found.get(name, ()):
-                visit(target, [*way, name])
-            done.add(name)
+        if name in finished:
+            return
+        for target in imported.get(name, ()):
+            visit(target, [*way, name])
+        finished.add(name)
 
-    for name in found:
+    for name in imported:
         visit(name, [])
-    assert len(done) > 30  # control: the graph was read
+    assert len(finished) > 30  # control: the graph was read
 
 
 @pytest.mark.parametrize(
@@ -91,9 +195,13 @@ def test_no_two_modules_import_each_other():
         ("qarl_trl.quant", ["trl", "vllm", "qarl_trl.rollout", "peft"]),
         ("qarl_trl.learner.logps", ["trl", "vllm", "peft"]),
         ("qarl_trl.loss", ["trl", "vllm", "transformers"]),
+        ("qarl_trl.trainers.settings", ["vllm", "qarl_trl.trainers.low_bit", "qarl_trl.rollout"]),
+        ("qarl_trl.cpu_exact.ops", ["trl", "vllm", "peft"]),
     ],
 )
 def test_a_module_does_not_load_what_stands_above_it(module, absent):
     code = f"import sys, {module}; print(*(name for name in {absent} if name in sys.modules))"
+
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
     assert result.stdout.split() == []

@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -20,91 +20,153 @@ from qarl_trl.train import _groups, parse
 
 ROOT = Path(__file__).parents[1]
 FILES = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+# They tell of files that are gone.
 HISTORY = ("CHANGELOG.md", "dev/log.md", "benchmarks/results/", "tests/test_docs.py")
 PAGES = [name for name in FILES if name.endswith(".md") and name not in (*HISTORY, "qarl_trl/export/card.md")]
+# The keys of a recipe, which are options of these commands too.
 KEYS = [field.name for group in _groups() for field in fields(group)]
 TAKES_KEYS = ("train", "doctor", "plan", "serve")
 
 
-def without_code(text):
+def without_code(text: str) -> str:
+    """A page without its fenced blocks."""
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def anchors(page):
-    """Those that GitHub makes of headings."""
-    titles = re.findall(r"^#+ (.*)", without_code((ROOT / page).read_text()), re.MULTILINE)
-    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
-    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
-
-
-def broken(page, text):
-    """Links of a page to files or headings that are not there."""
-    found = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
-        path, _, anchor = target.partition("#")
-        if re.match(r"https?:", target):
-            continue
-        whole = ((ROOT / page).parent / path).resolve() if path else ROOT / page
-        if not whole.exists() or (anchor and anchor not in anchors(whole.relative_to(ROOT))):
-            found.append(target)
-    return found
-
-
-def blocks(kind):
+def blocks(kind: str) -> list[tuple[str, str]]:
     """Fenced blocks of the pages for users, as `(page, text)`."""
-    pages = [page for page in PAGES if page.startswith("docs/") or page == "README.md"]
     fence = re.compile(rf"^```{kind}\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    return [(page, text) for page in pages for text in fence.findall((ROOT / page).read_text())]
+    texts = []
+    for page in PAGES:
+        if page.startswith("docs/") or page == "README.md":
+            texts += [(page, text) for text in fence.findall((ROOT / page).read_text())]
+    return texts
+
+
+# Links --------------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub makes of the headings of a page."""
+    titles = re.findall(r"^#+ (.*)", without_code((ROOT / page).read_text()), re.MULTILINE)
+    names = set()
+    for title in titles:
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)  # of a link its words
+        names.add(re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-"))
+    return names
+
+
+def leads_somewhere(target: str, page: str) -> bool:
+    """Whether a link of a page is an address, or a file and a heading that are there."""
+    if re.match(r"https?:", target):
+        return True
+
+    path, _, anchor = target.partition("#")
+    file = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+    if not file.exists():
+        return False
+    return not anchor or anchor in anchors(file.relative_to(ROOT))
+
+
+def broken_links(page: str, text: str) -> list[str]:
+    targets = re.findall(r"\]\(([^)\s]+)\)", without_code(text))
+    return [target for target in targets if not leads_somewhere(target, page)]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files_and_headings(page):
-    assert broken(page, (ROOT / page).read_text()) == []
+    assert broken_links(page, (ROOT / page).read_text()) == []
 
 
 def test_a_broken_link_is_found():
     text = "[a](no_page.md) [b](metrics.md#two-runs) [c](metrics.md#three-runs) [d](../recipes) [e](#no-heading)"
-    assert broken("docs/troubleshooting.md", text) == ["no_page.md", "metrics.md#three-runs", "#no-heading"]
+
+    broken = broken_links("docs/troubleshooting.md", text)
+
+    assert broken == ["no_page.md", "metrics.md#three-runs", "#no-heading"]
 
 
 def test_pages_that_the_code_names_exist():
-    named = {}
+    users_of_pages: dict[str, list[str]] = {}
     for name in FILES:
-        if not name.startswith(HISTORY) and name.endswith((".py", ".yaml", ".yml", ".md", "Makefile")):
-            for page in re.findall(r"(?<![\w/])(?:docs|dev)/\w+\.md", (ROOT / name).read_text()):
-                named.setdefault(page, []).append(name)
-    assert "docs/metrics.md" in named  # control
-    assert {page: names for page, names in named.items() if not (ROOT / page).is_file()} == {}
+        if name.startswith(HISTORY) or not name.endswith((".py", ".yaml", ".yml", ".md", "Makefile")):
+            continue
+        for page in re.findall(r"(?<![\w/])(?:docs|dev)/\w+\.md", (ROOT / name).read_text()):
+            users_of_pages.setdefault(page, []).append(name)
+
+    assert "docs/metrics.md" in users_of_pages  # control
+    missing = {page: users for page, users in users_of_pages.items() if not (ROOT / page).is_file()}
+    assert missing == {}
 
 
-def commands():
-    lines = [(page, line) for page, text in blocks("bash") for line in text.replace("\\\n", " ").splitlines()]
-    found = [
-        (page, shlex.split(line, comments=True))
-        for page, line in lines
-        if "qarl-trl " in line or "-m qarl_trl" in line
-    ]
-    return [(page, words) for page, words in found if words]
+# Commands -----------------------------------------------------------------------------------------------------------
 
 
-def wrong_options(words, capsys):
-    start = next(i for i, word in enumerate(words) if word in ("qarl-trl", "qarl_trl.train"))
-    name, options = ("train", words[start:]) if words[start] == "qarl_trl.train" else (words[start + 1], words[start:])
+@dataclass(frozen=True)
+class Command:
+    """A line of a page: the subcommand of `qarl-trl`, and all of its words from the program on."""
+
+    page: str
+    name: str
+    words: list[str]
+
+
+def read_command(page: str, line: str) -> Command | None:
+    """`None` for a line of another program."""
+    words = shlex.split(line, comments=True)
+    if "qarl-trl" in words:
+        start = words.index("qarl-trl")
+        return Command(page, words[start + 1], words[start:])
+    if "qarl_trl.train" in words:  # python -m
+        start = words.index("qarl_trl.train")
+        return Command(page, "train", words[start:])
+    return None
+
+
+def commands() -> list[Command]:
+    """Those of the pages for users."""
+    read = []
+    for page, text in blocks("bash"):
+        for line in text.replace("\\\n", " ").splitlines():
+            command = read_command(page, line)
+            if command is not None:
+                read.append(command)
+    return read
+
+
+def wrong_words(command: Command, capsys) -> list[str]:
+    """The options that the command does not have, and a recipe that is not there."""
     with suppress(SystemExit):
-        cli.main([name, "--help"])
-    known = set(re.findall(r"--\w+", capsys.readouterr().out)) | (
-        {f"--{key}" for key in KEYS} if name in TAKES_KEYS else set()
-    )
-    config = options[options.index("--config") + 1] if "--config" in options else ""
-    files = [config] if "/" in config and not (ROOT / config).is_file() else []
-    return [word for word in options if word.startswith("--") and word not in known] + files
+        cli.main([command.name, "--help"])
+    known = set(re.findall(r"--\w+", capsys.readouterr().out))
+    if command.name in TAKES_KEYS:
+        known |= {f"--{key}" for key in KEYS}
+    wrong = [word for word in command.words if word.startswith("--") and word not in known]
+
+    if "--config" in command.words:
+        recipe = command.words[command.words.index("--config") + 1]
+        if "/" in recipe and not (ROOT / recipe).is_file():
+            wrong.append(recipe)
+    return wrong
 
 
 def test_commands_have_options_that_exist(capsys):
-    found = commands()
-    assert {words[1] for _, words in found if words[0] == "qarl-trl"} >= set(cli.COMMANDS)  # each is shown once
-    assert [(page, wrong) for page, words in found if (wrong := wrong_options(words, capsys))] == []
-    assert wrong_options(["qarl-trl", "eval", "m", "--suites", "gsm8k"], capsys) == ["--suites"]  # control
+    shown = commands()
+
+    assert {command.name for command in shown if command.words[0] == "qarl-trl"} >= set(cli.COMMANDS)
+    for command in shown:
+        assert wrong_words(command, capsys) == [], command
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("qarl-trl eval m --suites gsm8k", ["--suites"]),
+        ("qarl-trl train --config recipes/no_recipe.yaml", ["recipes/no_recipe.yaml"]),
+    ],
+)
+def test_a_wrong_command_is_found(line, wrong, capsys):
+    assert wrong_words(read_command("page", line), capsys) == wrong
 
 
 def test_the_readmes_commands_run(tmp_path, monkeypatch, capsys):
@@ -115,37 +177,57 @@ def test_the_readmes_commands_run(tmp_path, monkeypatch, capsys):
     rows = [json.dumps({"problem": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(64)]
     (tmp_path / "my_problems.jsonl").write_text("\n".join(rows))
     write_run(tmp_path / "runs" / "mine", log())
-    found = [words for page, words in commands() if page == "README.md"]
-    assert {words[1] for words in found} == {"plan", "doctor", "train", "report"}
-    for words in found:
-        cli.main([*words[1:], *(["--dry_run"] if words[1] == "train" else [])])
+
+    of_the_readme = [command for command in commands() if command.page == "README.md"]
+    assert {command.name for command in of_the_readme} == {"plan", "doctor", "train", "report"}
+    for command in of_the_readme:
+        arguments = command.words[1:]
+        if command.name == "train":
+            arguments.append("--dry_run")
+        cli.main(arguments)
+
     said = capsys.readouterr().out
     assert "It fits: 21.8 GiB of 23.5" in said  # the README names both
-    assert "0 failed" in said and "told apart in 32 of 32 rows" in said
-    assert "QaRLConfig.hub_model_id: 'me/my-model'" in said and (tmp_path / "runs/mine/report.html").is_file()
+    assert "0 failed" in said
+    assert "told apart in 32 of 32 rows" in said
+    assert "QaRLConfig.hub_model_id: 'me/my-model'" in said
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+
+
+# Recipes and scripts ------------------------------------------------------------------------------------------------
 
 
 def test_recipes_have_keys_that_exist():
-    found = blocks("yaml")
-    assert len(found) > 5
-    for _, text in found:
+    recipes = blocks("yaml")
+
+    assert len(recipes) > 5
+    for _, text in recipes:
         check_keys(yaml.safe_load(text), KEYS)
 
 
 def test_the_recipe_of_get_started_is_accepted(tmp_path):
-    (text,) = (text for page, text in blocks("yaml") if page == "docs/get_started.md")
-    (tmp_path / "recipe.yaml").write_text(text)
-    options = ["--output_dir", str(tmp_path), "--dry_run"]
-    _, args, _ = parse(["--config", str(tmp_path / "recipe.yaml"), *options])
+    (text,) = [text for page, text in blocks("yaml") if page == "docs/get_started.md"]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+
+    _, args, _ = parse(["--config", str(recipe), "--output_dir", str(tmp_path), "--dry_run"])
+
     assert args.steps_per_generation / args.gradient_accumulation_steps == 8
 
 
-def test_scripts_compile_and_their_settings_are_accepted(tmp_path):
+def settings_in_scripts() -> list[dict]:
+    """The arguments of each `QaRLConfig(...)` in the Python of the pages."""
     settings = []
     for _, text in blocks("python"):
-        for call in ast.walk(ast.parse(text)):
-            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "QaRLConfig":
-                settings.append({part.arg: ast.literal_eval(part.value) for part in call.keywords})
-    assert len(settings) >= 2
-    for values in settings:
-        QaRLConfig(**values | {"output_dir": str(tmp_path), "use_cpu": True})
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "QaRLConfig":
+                settings.append({part.arg: ast.literal_eval(part.value) for part in node.keywords})
+    return settings
+
+
+def test_scripts_compile_and_their_settings_are_accepted(tmp_path):
+    shown = settings_in_scripts()
+
+    assert len(shown) >= 2
+    for settings in shown:
+        QaRLConfig(**settings | {"output_dir": str(tmp_path), "use_cpu": True})

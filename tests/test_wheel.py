@@ -19,81 +19,107 @@ import qarl_trl
 
 
 ROOT = Path(qarl_trl.__file__).parents[1]
-# In KiB: 218 and 207 today. A picture, a result or a checkpoint that slips in is larger than the difference.
-WHEEL_KIB, SOURCE_KIB = 300, 300
+# 218 and 207 today. A picture, a result or a checkpoint that slips in is larger than the difference.
+WHEEL_KIB = 300
+SOURCE_KIB = 300
+
+
+def run(folder, *command):
+    """The output of a command in `folder`, in the environment of the tests but without this tree."""
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [str(word) for word in command]
+
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment | {"PATH": programs})
+
+    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
     """The folder with wheel and source archive, built of a copy of this tree by what CI has, without the index."""
     folder = tmp_path_factory.mktemp("dist")
+    source = folder / "source"
     for name in ("qarl_trl", "tests", "docs"):
-        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "source")
-    build = [
-        "uv",
-        "build",
-        "--quiet",
-        "--offline",
-        "--no-build-isolation",
-        "--python",
-        sys.executable,
-        "--out-dir",
-        folder,
-    ]
-    run(folder, *build, folder / "source")
+        shutil.copy(ROOT / name, source)
+
+    build = ["uv", "build", "--quiet", "--offline", "--no-build-isolation"]
+    run(folder, *build, "--python", sys.executable, "--out-dir", folder, source)
     return folder
 
 
-def run(folder, *command):
-    """The output of a command, of the environment of the tests, in `folder`."""
-    scripts = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | scripts
-    command = [str(word) for word in command]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
-def test_the_wheel_holds_the_package_and_nothing_else(dist):
+@pytest.fixture(scope="module")
+def wheel(dist):
     (wheel,) = dist.glob("*.whl")
-    assert wheel.name == f"qarl_trl-{qarl_trl.__version__}-py3-none-any.whl"
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel):
+    """What the index is told."""
     with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
-        (metadata,) = (archive.read(name) for name in archive.namelist() if name.endswith("/METADATA"))
-        assert any(name.endswith("/licenses/LICENSE") for name in archive.namelist())
-    here = {str(path.relative_to(ROOT)) for path in (ROOT / "qarl_trl").rglob("*") if path.is_file()}
-    assert names == {name for name in here if "__pycache__" not in name}
-    assert {"qarl_trl/py.typed", "qarl_trl/export/card.md", "qarl_trl/tools/report/page.py"} <= names  # control
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
+# Contents -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    assert wheel.name == f"qarl_trl-{qarl_trl.__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < WHEEL_KIB * 1024
-    told = email.message_from_bytes(metadata)
-    urls = dict(url.split(", ") for url in told.get_all("Project-URL"))
-    assert {"Repository", "Documentation", "Issues", "Changelog", "Paper"} == urls.keys()
-    # The page on PyPI: README.md, whose links lead into the repository.
-    targets = re.findall(r"\]\(([^)]+)\)", told.get_payload(decode=True).decode())
-    assert told["Description-Content-Type"] == "text/markdown" and len(targets) > 15
-    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
-    relative = re.findall(r"!\[[^\]]*\]\((?!https:)([^)]+)\)", (ROOT / "README.md").read_text())
-    assert relative and {f"{urls['Repository']}/raw/main/{name}" for name in relative} <= set(targets)
+
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    packaged = {name for name in names if ".dist-info/" not in name}
+    here = {str(path.relative_to(ROOT)) for path in (ROOT / "qarl_trl").rglob("*") if path.is_file()}
+    assert packaged == {name for name in here if "__pycache__" not in name}
+    assert {"qarl_trl/py.typed", "qarl_trl/export/card.md", "qarl_trl/tools/report/page.py"} <= packaged  # control
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+
+
+def test_the_page_of_the_index_has_links_that_work_there(metadata):
+    """It is README.md, whose links lead into the repository."""
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
+    assert urls.keys() == {"Repository", "Documentation", "Issues", "Changelog", "Paper"}
+
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = metadata.get_payload(decode=True).decode()
+    targets = re.findall(r"\]\(([^)]+)\)", page)
+    assert len(targets) > 15
+    for target in targets:
+        assert target.startswith(("https://", "#"))
+
     assert f"{urls['Repository']}/blob/main/docs/README.md" in targets
+    pictures = re.findall(r"!\[[^\]]*\]\((?!https:)([^)]+)\)", (ROOT / "README.md").read_text())
+    assert pictures
+    for picture in pictures:
+        assert f"{urls['Repository']}/raw/main/{picture}" in targets
 
 
 def test_the_source_archive_builds_the_wheel_and_brings_no_tests(dist):
     (source,) = dist.glob("*.tar.gz")
+    assert source.stat().st_size < SOURCE_KIB * 1024
+
     with tarfile.open(source) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "qarl_trl/trainer.py"} <= set(names)
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
-    assert source.stat().st_size < SOURCE_KIB * 1024
+
+
+# Installed ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def clean(dist):
+def clean(dist, wheel):
     """The Python of an environment with the wheel and, from that of the tests, its dependencies, but not this tree."""
-    (wheel,) = dist.glob("*.whl")
     run(dist, "uv", "venv", "--quiet", "--offline", "--python", sys.executable, "clean")
-    run(dist, "uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--python", "clean/bin/python", wheel)
+    install = ["uv", "pip", "install", "--quiet", "--offline", "--no-deps"]
+    run(dist, *install, "--python", "clean/bin/python", wheel)
+
     # As a path alone: files that make editable installs are read only where they lie first.
     site = next((dist / "clean" / "lib").glob("python*/site-packages"))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -102,24 +128,29 @@ def clean(dist):
 
 def test_the_installed_wheel_has_its_commands(clean, dist):
     place = run(dist, clean, "-c", "import qarl_trl; print(qarl_trl.__file__)")
+
     assert Path(place.strip()).is_relative_to(dist / "clean"), place
     assert "W4A16" in run(dist, clean.with_name("qarl-trl"), "schemes")
 
 
 def readme_python() -> str:
     """The Python of the README: its `python` blocks, and what is left of its `diff` blocks when they are applied."""
-    found = []
-    for kind, text in re.findall(r"```(python|diff)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
-        lines = text.splitlines()
-        found += lines if kind == "python" else [line[1:] for line in lines if not line.startswith("-")]
-    return "\n".join(found)
+    fences = re.findall(r"```(python|diff)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = []
+    for kind, text in fences:
+        if kind == "python":
+            lines += text.splitlines()
+        else:
+            lines += [line[1:] for line in text.splitlines() if not line.startswith("-")]
+    return "\n".join(lines)
 
 
 # A toy on a CPU, without an engine. What the README says comes first.
 SMALL = """
 import qarl_trl
 small = {"use_cpu": True, "use_vllm": False, "max_steps": 1, "max_completion_length": 8, "report_to": "none"}
-config, qarl_trl.QaRLConfig = qarl_trl.QaRLConfig, lambda **given: config(**given | small)
+config = qarl_trl.QaRLConfig
+qarl_trl.QaRLConfig = lambda **settings: config(**settings | small)
 """
 
 
@@ -130,10 +161,15 @@ def test_the_readmes_lines_run_from_the_wheel(clean, dist):
     dataset = re.search(r'load_dataset\("([\w.-]+/[\w.-]+)"', lines)[1]
     place = dist / "readme"
     save_chat_model(place / model)
+    rows = []
+    for number in range(10, 74):
+        question = [{"role": "user", "content": f"{number}+{number}="}]
+        rows.append(json.dumps({"prompt": question, "solution": str(2 * number)}))
     (place / dataset).mkdir(parents=True)
-    rows = [{"prompt": [{"role": "user", "content": f"{i}+{i}="}], "solution": str(2 * i)} for i in range(10, 74)]
-    (place / dataset / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (place / dataset / "train.jsonl").write_text("\n".join(rows))
     (place / "lines.py").write_text(SMALL + lines)
+
     run(place, clean, "lines.py")
-    saved = next(place.glob("*/config.json"))
-    assert '"quant_method": "compressed-tensors"' in saved.read_text()
+
+    config = next(place.glob("*/config.json")).read_text()
+    assert '"quant_method": "compressed-tensors"' in config

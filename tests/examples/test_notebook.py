@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 nbclient = pytest.importorskip("nbclient")
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NOTEBOOK = EXAMPLES / "quickstart.ipynb"
 
 
 @pytest.mark.slow
@@ -21,17 +23,24 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     shutil.copytree(EXAMPLES / "quickstart", tmp_path / "quickstart")
     monkeypatch.setenv("SHORT", "1")
     monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+
     said = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
-    assert "sampling by vLLM" in said and "held-out accuracy" in said
-    aligned, bf16 = (float(word) for word in said.split("learner: ")[1:3] for word in [word.split()[0].strip(",")])
+    assert "sampling by vLLM" in said
+    assert "held-out accuracy" in said
+    aligned, bf16 = (float(number.strip(",")) for number in re.findall(r"learner: *(\S+)", said)[:2])
     # Measured 1e-7 and 0.008, after this little training. Exact figures: tests/slow/test_mismatch.py.
-    assert aligned < 1e-6 < 1e-3 < bf16
-    assert json.loads((tmp_path / "runs" / "notebook" / "config.json").read_text())["quantization_config"]
+    assert aligned < 1e-6
+    assert bf16 > 1e-3
+    config = json.loads((tmp_path / "runs" / "notebook" / "config.json").read_text())
+    assert config["quantization_config"]
 
 
 def test_the_notebook_is_committed_without_outputs_of_its_own_machine():
-    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
-    assert not [cell for cell in cells for output in cell.get("outputs", ()) if output["output_type"] == "error"]
-    assert str(Path.home()) not in (EXAMPLES / "quickstart.ipynb").read_text()
+    text = NOTEBOOK.read_text()
+
+    for cell in json.loads(text)["cells"]:
+        assert all(output["output_type"] != "error" for output in cell.get("outputs", ()))
+    assert str(Path.home()) not in text

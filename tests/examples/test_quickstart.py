@@ -25,40 +25,63 @@ def test_working_adds_from_left_to_right_and_forgets_the_carries_it_is_told_to(n
     assert work(numbers, None if forgotten is None else iter(forgotten)) == working
 
 
+def operands(held_out: bool) -> set[tuple[int, ...]]:
+    """The numbers of the first problems of a split, in ascending order."""
+    rows = islice(problems(0, held_out), 5000)
+    return {tuple(sorted(map(int, row["prompt"].removesuffix("=").split("+")))) for row in rows}
+
+
 def test_training_and_held_out_problems_never_share_their_operands():
-    def operands(held_out):
-        rows = islice(problems(0, held_out), 5000)
-        return {tuple(sorted(map(int, row["prompt"][:-1].split("+")))) for row in rows}
-
-    assert not operands(True) & operands(False)
-    assert operands(True) & operands(True)  # control: the sets are not empty
-    assert distinct_problems(50, 1) == distinct_problems(50, 1) != distinct_problems(50, 2)
+    assert not operands(held_out=True) & operands(held_out=False)
+    assert operands(held_out=True)  # control
 
 
-def test_the_verifier_accepts_the_solution_and_rejects_a_forgotten_carry():
+def test_problems_are_the_same_for_a_seed():
+    assert distinct_problems(50, seed=1) == distinct_problems(50, seed=1)
+    assert distinct_problems(50, seed=1) != distinct_problems(50, seed=2)
+
+
+def test_the_verifier_accepts_solutions_and_rejects_forgotten_carries():
     rows = distinct_problems(400, seed=3)
-    answers = [row["answer"] for row in rows]
-    assert sum(correct([row["solution"] for row in rows], answers)) == 400
     slipped = [row for row in rows if row["demonstration"] != row["solution"]]
     assert len(slipped) > 100
-    assert sum(correct([row["demonstration"] for row in slipped], [row["answer"] for row in slipped])) == 0
-    assert correct(["", "=", "30", "22+8", "22+8=300", "22+8=30=", "22+8=030", "30=22"], ["30"] * 8) == [0.0] * 8
+
+    right = correct([row["solution"] for row in rows], [row["answer"] for row in rows])
+    wrong = correct([row["demonstration"] for row in slipped], [row["answer"] for row in slipped])
+
+    assert right == [1.0] * 400
+    assert wrong == [0.0] * len(slipped)
+
+
+@pytest.mark.parametrize("text", ["", "=", "30", "22+8", "22+8=300", "22+8=30=", "22+8=030", "30=22"])
+def test_the_verifier_wants_the_answer_after_the_last_equals_sign(text):
+    assert correct([text], ["30"]) == [0.0]
 
 
 def test_the_tokenizer_survives_a_round_trip_through_a_folder(tmp_path):
-    make_tokenizer().save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = CHARACTERS + "17+5+8=22+8=30"
-    assert loaded.encode(text) == make_tokenizer().encode(text)
-    assert len(loaded.encode(text)) == len(text)
-    assert loaded.decode(loaded.encode(text)) == text
-    assert (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
+    tokens = make_tokenizer().encode(text)
+    make_tokenizer().save_pretrained(tmp_path)
+
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+
+    assert loaded.encode(text) == tokens
+    assert len(tokens) == len(text)
+    assert loaded.decode(tokens) == text
+    assert loaded.pad_token_id == 0
+    assert loaded.eos_token_id == 1
 
 
 def test_the_warm_start_learns_and_is_the_same_for_the_same_seed():
-    models = make_model(0), make_model(0)
-    losses, again = (warm_start(model, make_tokenizer(), 0, steps=8) for model in models)
-    assert losses == again
+    first = make_model(0)
+    second = make_model(0)
+
+    losses = warm_start(first, make_tokenizer(), 0, steps=8)
+    losses_again = warm_start(second, make_tokenizer(), 0, steps=8)
+
     assert losses[-1] < losses[0]
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
-    assert not torch.equal(next(models[0].parameters()), next(make_model(0).parameters()))  # control
+    assert losses == losses_again
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    untrained = next(make_model(0).parameters())
+    assert not torch.equal(next(first.parameters()), untrained)  # control

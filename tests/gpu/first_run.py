@@ -2,8 +2,8 @@
 
     python tests/gpu/first_run.py              # writes gpu_results.md; --dry: every stage in toy sizes on a CPU
 
-Each stage is a process of its own with a limit; the page is written anew after each, so that a stage that fails or hangs costs
-only its own lines.
+Each stage is a process of its own with a limit. The page is written again after each of them, so that a stage that fails or
+hangs costs only its own lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +35,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 WHERE_TO_SEND = (
-    "Please open an issue of the project with this page, titled `GPU: <device>`, also when everything holds: nothing has run on "
-    "your kind of GPU before. The log, for lines that do not hold, is {log}."
+    "Please open an issue of the project with this page, titled `GPU: <device>`, also when everything holds: nothing has run "
+    "on your kind of GPU before. The log, for lines that do not hold, is {log}."
 )
 
 
@@ -51,79 +51,125 @@ class Stage:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Result:
+    """How a stage ended: `"ok"`, `"failed"` or `"timeout"`, after how many seconds, and its figures."""
+
+    stage: Stage
+    status: str
+    seconds: float
+    figures: dict[str, Any]
+
+
 # The most valuable first. The limits add up to twenty minutes.
 STAGES = (
     Stage(
-        "quantizer",
-        "Does torch.compile give the bytes of the eager quantizer, and those of the CPU?",
-        180,
-        "quantizer",
-    ),
-    Stage("gemms", "Are the learner's GEMMs those of vLLM's kernels?", 180, "gemms"),
-    Stage(
-        "W4A16", "Log-prob mismatch of each learner; syncs A, B, A; eager engine", 120, "engine", {"scheme": "W4A16"}
+        name="quantizer",
+        question="Does torch.compile give the bytes of the eager quantizer, and those of the CPU?",
+        limit_s=180,
+        function="quantizer",
     ),
     Stage(
-        "W4A16, graphs and sleep",
-        "The same with CUDA graphs, QKV biases, and weights thrown away in sleep",
-        150,
-        "engine",
-        {"scheme": "W4A16", "sleep": True, "family": "Qwen2"},
+        name="gemms",
+        question="Are the learner's GEMMs those of vLLM's kernels?",
+        limit_s=180,
+        function="gemms",
     ),
     Stage(
-        "FP8, graphs and sleep", "The same for FP8_DYNAMIC", 150, "engine", {"scheme": "FP8_DYNAMIC", "sleep": True}
+        name="W4A16",
+        question="Log-prob mismatch of each learner; syncs A, B, A; eager engine",
+        limit_s=120,
+        function="engine",
+        settings={"scheme": "W4A16"},
     ),
     Stage(
-        "step, W4A16",
-        "Seconds and memory of a step; what `plan` reserves 4 + 3 GiB for",
-        210,
-        "step",
-        {"scheme": "W4A16"},
+        name="W4A16, graphs and sleep",
+        question="The same with CUDA graphs, QKV biases, and weights thrown away in sleep",
+        limit_s=150,
+        function="engine",
+        settings={"scheme": "W4A16", "sleep": True, "family": "Qwen2"},
     ),
-    Stage("step, bf16", "The same without quantization", 210, "step", {"scheme": None}),
+    Stage(
+        name="FP8, graphs and sleep",
+        question="The same for FP8_DYNAMIC",
+        limit_s=150,
+        function="engine",
+        settings={"scheme": "FP8_DYNAMIC", "sleep": True},
+    ),
+    Stage(
+        name="step, W4A16",
+        question="Seconds and memory of a step; what `plan` reserves 4 + 3 GiB for",
+        limit_s=210,
+        function="step",
+        settings={"scheme": "W4A16"},
+    ),
+    Stage(
+        name="step, bf16",
+        question="The same without quantization",
+        limit_s=210,
+        function="step",
+        settings={"scheme": None},
+    ),
 )
 
 
 def main() -> int:
+    parser = _parser()
+    args = parser.parse_args()
+    if args.stage is not None:
+        from gpu.stages import run_in_this_process
+
+        stage = STAGES[args.stage]
+        run_in_this_process(stage.function, stage.settings, args.figures, args.dry)
+
+    every = [stage.name for stage in STAGES]
+    names = every
+    if args.only:
+        names = [name.strip() for name in args.only.split(";")]
+    unknown = set(names) - set(every)
+    if unknown:
+        parser.error(f"--only must name stages of {every}, got {sorted(unknown)}")
+
+    where = machine()
+    results: list[Result] = []
+    log = args.out.with_suffix(".log")
+    log.write_text("")
+    for index, stage in enumerate(STAGES):
+        if stage.name not in names:
+            continue
+        print(f"{stage.name}: at most {stage.limit_s} s ...", flush=True)
+        results.append(run_stage(index, args.dry, log))
+        args.out.write_text(page(where, results, log, args.dry))
+
+    print(args.out.read_text())
+    return 0 if all(result.status == "ok" for result in results) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_results.md"), help="the page (default: %(default)s)")
     parser.add_argument(
         "--dry", action="store_true", help="toy sizes on the CPU: shows that everything runs, no figures"
     )
     parser.add_argument("--only", help="names of stages, separated by semicolons")
+    # For the process of one stage, which this script starts.
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--figures", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.stage is not None:
-        from gpu.stages import run_in_this_process
-
-        run_in_this_process(STAGES[args.stage].function, STAGES[args.stage].settings, args.figures, args.dry)
-    names = [name.strip() for name in args.only.split(";")] if args.only else [stage.name for stage in STAGES]
-    if unknown := set(names) - {stage.name for stage in STAGES}:
-        parser.error(f"--only must name stages of {[stage.name for stage in STAGES]}, got {sorted(unknown)}")
-    where, rows, log = machine(), [], args.out.with_suffix(".log")
-    log.write_text("")
-    for index, stage in enumerate(STAGES):
-        if stage.name in names:
-            print(f"{stage.name}: at most {stage.limit_s} s ...", flush=True)
-            rows.append((stage, *run_stage(index, args.dry, log)))
-            args.out.write_text(page(where, rows, log, args.dry))
-    print(args.out.read_text())
-    return 0 if all(status == "ok" for _, status, *_ in rows) else 1
+    return parser
 
 
 def machine() -> dict[str, str]:
     """Device, driver, CUDA, packages and commit."""
     import torch
 
-    found = {"python": platform.python_version(), "CUDA of torch": str(torch.version.cuda), "commit": commit()}
+    lines = {"python": platform.python_version(), "CUDA of torch": str(torch.version.cuda), "commit": commit()}
     with suppress(OSError):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
-        found["device, driver, memory, capability"] = output(query)
+        lines["device, driver, memory, capability"] = output(query)
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            lines[name] = importlib.metadata.version(name)
+    return lines
 
 
 def commit() -> str:
@@ -134,49 +180,81 @@ def commit() -> str:
 
 
 def output(command: list[str]) -> str:
-    return "; ".join(subprocess.run(command, capture_output=True, text=True).stdout.strip().splitlines())
+    """What a command prints, in one line."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    return "; ".join(result.stdout.strip().splitlines())
 
 
-def run_stage(index: int, dry: bool, log: Path) -> tuple[str, float, dict[str, Any]]:
-    """Status, seconds and figures of a stage, in a session of its own that is killed whole at the limit."""
-    start, paths = time.monotonic(), [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    env = ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with tempfile.TemporaryDirectory() as folder, open(log, "a") as stream:
+def run_stage(index: int, dry: bool, log: Path) -> Result:
+    """Run a stage in a session of its own, which is killed whole at the limit."""
+    stage = STAGES[index]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.jsonl"
-        stream.write(f"\n##### {STAGES[index].name}\n")
-        stream.flush()
-        command = [sys.executable, "-X", "faulthandler", __file__, "--stage", str(index), "--figures", str(figures)]
-        process = subprocess.Popen(
-            command + ["--dry"] * dry,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=env,
-            cwd=folder,
-        )
-        try:
-            code = process.wait(STAGES[index].limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        found: dict[str, Any] = {}
-        for line in figures.read_text().splitlines() if figures.exists() else ():
-            with suppress(json.JSONDecodeError):  # a line that the kill cut off
-                found |= json.loads(line)
-    return "timeout" if code is None else "failed" if code else "ok", time.monotonic() - start, found
+        with open(log, "a") as stream:
+            stream.write(f"\n##### {stage.name}\n")
+            stream.flush()
+            code = _run_process(index, dry, figures, folder, stream)
+
+        if code is None:
+            status = "timeout"
+        else:
+            status = "failed" if code else "ok"
+        return Result(stage, status, time.monotonic() - start, _read(figures))
 
 
-def page(where: dict[str, str], rows: list[tuple], log: Path, dry: bool) -> str:
+def _run_process(index: int, dry: bool, figures: Path, folder: str, stream: IO[str]) -> int | None:
+    """The exit code of a stage's process; `None` if it ran into its limit."""
+    command = [sys.executable, "-X", "faulthandler", __file__, "--stage", str(index), "--figures", str(figures)]
+    if dry:
+        command.append("--dry")
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+    process = subprocess.Popen(
+        command,
+        stdout=stream,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=environment,
+        cwd=folder,
+    )
+    try:
+        return process.wait(STAGES[index].limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        # Also after a stage that ended: an engine may outlive it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _read(figures: Path) -> dict[str, Any]:
+    """The figures that a stage wrote; later ones replace earlier ones of the same name."""
+    if not figures.exists():
+        return {}
+
+    values: dict[str, Any] = {}
+    for line in figures.read_text().splitlines():
+        with suppress(json.JSONDecodeError):  # a line that the kill cut off
+            values |= json.loads(line)
+    return values
+
+
+def page(where: dict[str, str], results: list[Result], log: Path, dry: bool) -> str:
     """The results as Markdown."""
-    lines = ["# qarl_trl on a GPU" + (" (dry: on a CPU, the figures mean nothing)" if dry else ""), ""]
+    note = " (dry: on a CPU, the figures mean nothing)" if dry else ""
+    lines = [f"# qarl_trl on a GPU{note}", ""]
     lines += [f"- {name}: {value}" for name, value in where.items()]
-    for stage, status, seconds, found in rows:
-        lines += ["", f"## {stage.name}: {status} after {seconds:.0f} s", "", stage.question, ""]
-        lines += [f"- {name}: {json.dumps(value)}" for name, value in found.items()]
-    return "\n".join([*lines, "", WHERE_TO_SEND.format(log=log.resolve()), ""])
+
+    for result in results:
+        title = f"## {result.stage.name}: {result.status} after {result.seconds:.0f} s"
+        lines += ["", title, "", result.stage.question, ""]
+        lines += [f"- {name}: {json.dumps(value)}" for name, value in result.figures.items()]
+
+    lines += ["", WHERE_TO_SEND.format(log=log.resolve()), ""]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quant.schemes import normal, relative_error
+from quant.schemes import normal, relative_error, same_bytes
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
 from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
@@ -15,20 +15,40 @@ from qarl_trl.rollout.engine_gemm import engine_gemm
 
 
 pytestmark = pytest.mark.gpu
-# Both sides round the same float32 sums, added up in another order, to bfloat16: a step of 2^-8 where they fall on two sides.
+# Both sides round the same float32 sums to bfloat16, but add them up in another order: a step of 2^-8 where they fall on
+# two sides.
 ONE_ROUNDING = 2**-8
 DTYPE = torch.bfloat16
 
 
 def needs(scheme):
-    if gpu_generation(torch.cuda.get_device_capability()) not in SUPPORTED[scheme].gpus:
-        pytest.skip(f"{scheme} needs one of {SUPPORTED[scheme].gpus}")
+    """Skip the test where vLLM has no kernel for the scheme."""
+    generations = SUPPORTED[scheme].gpus
+    if gpu_generation(torch.cuda.get_device_capability()) not in generations:
+        pytest.skip(f"{scheme} needs one of {generations}")
 
 
-def layer(scheme, tokens=64):
-    low_bit = quantize_weight(normal(256, 512).cuda(), resolve_scheme(scheme))
-    x, bias = normal(tokens, 512, seed=1, dtype=DTYPE).cuda(), normal(256, seed=2, dtype=DTYPE).cuda()
-    return low_bit, x, bias, plain_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)[0]
+def matrix():
+    """The weight of a layer."""
+    return normal(256, 512).cuda()
+
+
+def inputs(tokens=64):
+    """What a layer multiplies, `(tokens, 512)`, and its bias."""
+    x = normal(tokens, 512, seed=1, dtype=DTYPE).cuda()
+    bias = normal(256, seed=2, dtype=DTYPE).cuda()
+    return x, bias
+
+
+def of_three_sizes(smallest, columns, dtype):
+    """Activations of small, usual and large numbers, 500 rows of each."""
+    parts = []
+    for seed, scale in enumerate((smallest, 1.0, 1e3)):
+        parts.append(normal(500, columns, seed=seed, dtype=dtype, scale=scale))
+    return torch.cat(parts).cuda()
+
+
+# Against the operations ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
@@ -39,54 +59,86 @@ def test_eight_bits_on_both_sides(scheme, quantize, tokens):
     needs(scheme)
     from vllm import _custom_ops as ops
 
-    low_bit, x, bias, y = layer(scheme, tokens)
+    x, bias = inputs(tokens)
+    low_bit = quantize_weight(matrix(), resolve_scheme(scheme))
+    y, _ = plain_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)
+
     quantized, scale = quantize(x)
     engine = ops.cutlass_scaled_mm(quantized, low_bit.quantized.t(), scale, low_bit.scale.float(), DTYPE, bias)
+
     assert relative_error(y, engine) < ONE_ROUNDING
-    assert relative_error(y, x.float() @ normal(256, 512).cuda().t() + bias.float()) > ONE_ROUNDING  # control
+    unquantized = x.float() @ matrix().t() + bias.float()
+    assert relative_error(y, unquantized) > ONE_ROUNDING  # control
 
 
-def test_quantized_of_groups_are_those_of_vllm():
+def test_quantized_groups_are_those_of_vllm():
     needs("FP8_BLOCK")
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-    x = torch.cat([normal(500, 512, seed=i, dtype=DTYPE, scale=s) for i, s in enumerate((1e-2, 1.0, 1e3))]).cuda()
-    quantized, scale = per_token_group_quant_fp8(x, 128, use_ue8m0=False)
-    found, found_scale = quantize_groups_fp8(x)
-    assert torch.equal(found_scale, scale)
-    assert torch.equal(found.view(torch.uint8), quantized.view(torch.uint8))
-    assert not torch.equal(quantize_tokens_fp8(x)[0].view(torch.uint8), quantized.view(torch.uint8))  # control
+    x = of_three_sizes(1e-2, columns=512, dtype=DTYPE)
+    expected, expected_scale = per_token_group_quant_fp8(x, 128, use_ue8m0=False)
+
+    quantized, scale = quantize_groups_fp8(x)
+
+    assert torch.equal(scale, expected_scale)
+    assert same_bytes(quantized, expected)
+    by_token, _ = quantize_tokens_fp8(x)
+    assert not same_bytes(by_token, expected)  # control
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_activation_quantized_are_those_of_vllm(dtype):
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+def activations(request):
+    """Of three sizes, with a row of zeros."""
     needs("FP8_DYNAMIC")
-    from vllm import _custom_ops as ops
+    x = of_three_sizes(1e-4, columns=256, dtype=request.param)
+    x[3] = 0
+    return x
+
+
+def test_float8_activations_are_those_of_a_compiled_engine(activations):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-    x = torch.cat([normal(500, 256, seed=i, dtype=dtype, scale=s) for i, s in enumerate((1e-4, 1.0, 1e3))]).cuda()
-    x[3] = 0
-    found, found_scale = quantize_tokens_fp8(x)
     with set_current_vllm_config(VllmConfig()):
         native = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native
-    quantized, scale = native(x)  # what a compiled engine computes
-    assert torch.equal(found_scale, scale)
-    assert torch.equal(found.view(torch.uint8), quantized.view(torch.uint8))
-    # The operation of an engine that is not compiled divides where that multiplies by the reciprocal: ties fall otherwise, 5.5e-4 of
-    # the quantized values of normal numbers by the two formulas on a CPU.
-    quantized, scale = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-    assert torch.equal(found_scale, scale)
-    assert (found.view(torch.uint8) != quantized.view(torch.uint8)).float().mean() < 2e-3
-    quantized, scale, _ = ops.scaled_int8_quant(x)
-    found, found_scale = quantize_tokens_int8(x)
-    assert torch.equal(found, quantized)
-    assert torch.equal(found_scale, scale)
+    expected, expected_scale = native(activations)
+
+    quantized, scale = quantize_tokens_fp8(activations)
+
+    assert torch.equal(scale, expected_scale)
+    assert same_bytes(quantized, expected)
 
 
-# Relative to the plain form: one rounding; with zero points what Machete's products of them add (docs/schemes.md); and where the
-# plain form rounds dequantized weights that Marlin does not, the roundings of weight, sum and bias: sqrt(5) * 1.65e-3.
+def test_float8_activations_of_an_engine_that_is_not_compiled_differ_in_ties(activations):
+    """It divides where ours multiplies by the reciprocal: 5.5e-4 of normal numbers differ by both formulas on a CPU."""
+    from vllm import _custom_ops as ops
+
+    expected, expected_scale = ops.scaled_fp8_quant(activations, use_per_token_if_dynamic=True)
+
+    quantized, scale = quantize_tokens_fp8(activations)
+
+    assert torch.equal(scale, expected_scale)
+    differ = quantized.view(torch.uint8) != expected.view(torch.uint8)
+    assert differ.float().mean() < 2e-3
+
+
+def test_int8_activations_are_those_of_vllm(activations):
+    from vllm import _custom_ops as ops
+
+    expected, expected_scale, _ = ops.scaled_int8_quant(activations)
+
+    quantized, scale = quantize_tokens_int8(activations)
+
+    assert torch.equal(scale, expected_scale)
+    assert torch.equal(quantized, expected)
+
+
+# Against the engine's own layer -------------------------------------------------------------------------------------
+
+
+# Errors relative to the plain form. With zero points: what Machete's products of them add (docs/schemes.md). NVFP4A16: the
+# plain form rounds dequantized weights, which Marlin does not, so the roundings of weight, sum and bias: sqrt(5) * 1.65e-3.
 ENGINE = {scheme: ONE_ROUNDING for scheme, row in SUPPORTED.items() if row.gpus}
 ENGINE |= {"W4A16_ASYM": 0.01, "NVFP4A16": 0.006}
 
@@ -96,48 +148,68 @@ ENGINE |= {"W4A16_ASYM": 0.01, "NVFP4A16": 0.006}
 @pytest.mark.parametrize("scheme", list(ENGINE))
 def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     needs(scheme)
-    low_bit, x, bias, _ = layer(scheme, tokens)
-    bias = bias if with_bias else None
-    y, saved = plain_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)
+    x, bias = inputs(tokens)
+    if not with_bias:
+        bias = None
+    low_bit = quantize_weight(matrix(), resolve_scheme(scheme))
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
-    engine, engine_saved = engine_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)
-    assert relative_error(engine, y) < ENGINE[scheme]
-    assert all(
-        torch.equal(a.float(), b.float()) for a, b in zip(saved, engine_saved, strict=True)
-    )  # one function makes both
+    plain = plain_gemm(low_bit.scheme, x.device)
+    y, saved = plain.forward(x, low_bit, bias)
+
+    engine_y, engine_saved = engine_gemm(low_bit.scheme, x.device).forward(x, low_bit, bias)
+
+    assert relative_error(engine_y, y) < ENGINE[scheme]
+    for one, other in zip(saved, engine_saved, strict=True):  # one function makes both
+        assert torch.equal(one.float(), other.float())
     # The engine's layer has a copy of its own to repack.
-    assert all(torch.equal(low_bit.tensors[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before)
-    # Control: 4-bit weights in float8 activations are a table, not what the checkpoint decompresses to (3.2 % on a CPU).
+    for name, tensor in before.items():
+        assert torch.equal(low_bit.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+
+    # Control: 4-bit weights beside float8 activations are a table, not what the checkpoint decompresses to (3.2 % apart
+    # on a CPU).
     if scheme == "W4AFP8":
-        quantized = plain_gemm(low_bit.scheme, x.device).input_from(saved, torch.float32)
-        other = quantized @ dequantize(low_bit, torch.float32).t()
-        assert relative_error(engine.float() - (0 if bias is None else bias.float()), other) > 2 * ONE_ROUNDING
+        without_bias = engine_y.float() if bias is None else engine_y.float() - bias.float()
+        decompressed = plain.input_from(saved, torch.float32) @ dequantize(low_bit, torch.float32).t()
+        assert relative_error(without_bias, decompressed) > 2 * ONE_ROUNDING
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A16"])
 def test_a_changed_weight_has_a_layer_of_its_own(scheme):
     needs(scheme)
-    low_bit, x, _, _ = layer(scheme)
-    kernel = engine_gemm(low_bit.scheme, x.device)
-    before, _ = kernel.forward(x, low_bit)
-    other = quantize_weight(normal(256, 512, seed=7).cuda(), low_bit.scheme)
-    after, _ = kernel.forward(x, other)
+    x, _ = inputs()
+    low_bit = quantize_weight(matrix(), resolve_scheme(scheme))
+    gemm = engine_gemm(low_bit.scheme, x.device)
+    before, _ = gemm.forward(x, low_bit)
+
+    changed = quantize_weight(normal(256, 512, seed=7).cuda(), low_bit.scheme)
+    after, _ = gemm.forward(x, changed)
+    again, _ = gemm.forward(x, low_bit)
+
     assert relative_error(after, before) > 1
-    assert torch.equal(kernel.forward(x, low_bit)[0], before)
+    assert torch.equal(again, before)
+
+
+# Experts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4AFP8"])
 def test_experts_at_once_are_gemms_one_after_the_other(scheme):
     needs(scheme)
-    ends = [10, 10, 30, 31, 60, 80, 80, 100]
+    ends = [10, 10, 30, 31, 60, 80, 80, 100]  # of the rows of each of eight experts, two of which have none
     weight = quantize_weight(normal(8 * 256, 512).cuda(), resolve_scheme(scheme))
     x = normal(100, 512, seed=1, dtype=DTYPE).cuda()
-    gemm, experts = plain_gemm(weight.scheme, x.device), weight.split(256)
+    gemm = plain_gemm(weight.scheme, x.device)
+    experts = weight.split(256)
+
     y, _ = ExpertsGemm(gemm, torch.tensor(ends, dtype=torch.int32, device=x.device)).forward(x, weight)
 
     def one_after_the_other(order):
-        parts = zip([0, *ends], ends, order, strict=False)
-        return torch.cat([gemm.forward(x[a:b], expert)[0] for a, b, expert in parts if b > a])
+        parts = []
+        for start, end, expert in zip([0, *ends[:-1]], ends, order, strict=True):
+            if end > start:
+                part, _ = gemm.forward(x[start:end], expert)
+                parts.append(part)
+        return torch.cat(parts)
 
     assert relative_error(y, one_after_the_other(experts)) < ONE_ROUNDING
     assert relative_error(y, one_after_the_other(experts[::-1])) > ONE_ROUNDING  # control

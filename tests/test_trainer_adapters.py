@@ -1,0 +1,95 @@
+"""LoRA in `QaRLTrainer`, merged before quantization: its files, and the reference of its KL penalty."""
+
+from __future__ import annotations
+
+import torch
+from peft import AutoPeftModelForCausalLM, get_peft_model
+from safetensors.torch import load_file
+from slow.toys import randomize_adapter, stored_tensors
+from toy_runs import adapter, changed, logged, make, master_weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+
+def low_bit_form(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model that is quantized to W4A16 here."""
+    return dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
+
+
+def test_lora_saves_the_adapter_and_beside_it_the_merged_low_bit_model(dense_model, tmp_path):
+    run = tmp_path / "run"
+    trainer = make(dense_model, run, adapter(), save_strategy="steps", save_steps=4)
+    trainer.train()
+    trainer.save_model()
+
+    synced = dict(iter_low_bit_weights(trainer.model))
+    trained = master_weights(trainer)
+    for folder in (run, run / "checkpoint-4"):
+        assert not (folder / "config.json").exists()  # of a model; with it, the folder would be both
+        assert not changed(synced, stored_tensors(folder / "low_bit"))
+
+        restored = AutoPeftModelForCausalLM.from_pretrained(folder)
+        assert all(torch.equal(parameter, trained[name]) for name, parameter in restored.named_parameters())
+        # The adapter and its base model give the low-bit model back.
+        assert not changed(synced, low_bit_form(restored))
+
+    # Control: the base model's quantized values are others.
+    base = low_bit_form(AutoModelForCausalLM.from_pretrained(dense_model))
+    assert "model.layers.0.mlp.down_proj.weight_packed" in changed(synced, base)
+
+
+def test_the_low_bit_model_of_lora_loads_as_a_plain_model(dense_model, tmp_path):
+    make(dense_model, tmp_path, adapter()).save_model()
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "low_bit")
+
+    assert type(loaded).__name__ == "Qwen3ForCausalLM"
+    AutoTokenizer.from_pretrained(tmp_path / "low_bit")
+
+
+def test_the_reference_of_lora_is_the_low_bit_base(dense_model, tmp_path):
+    """The policy it starts from: the KL of the first update is exactly 0."""
+    trainer = make(dense_model, tmp_path, adapter(), beta=0.1)
+    enabled = set()
+    forward = trainer._get_per_token_logps_and_entropies
+
+    def spy(*args, **kwargs):
+        result = forward(*args, **kwargs)
+        enabled.add(trainer.model.get_model_status().enabled)
+        return result
+
+    trainer._get_per_token_logps_and_entropies = spy
+    trainer.train()
+
+    assert logged(trainer, "kl")[0] == 0.0
+    assert enabled == {True, False}
+    # Control: the adapter has moved since, and the reference has not.
+    assert logged(trainer, "kl")[-1] > 0
+
+
+def test_the_reference_of_all_weights_is_the_unquantized_model(dense_model, tmp_path):
+    """TRL keeps it, and the KL starts at what quantization costs."""
+    trainer = make(dense_model, tmp_path, beta=0.1)
+
+    trainer.train()
+
+    assert logged(trainer, "kl")[0] > 0
+
+
+def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(dense_model, tmp_path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense_model), adapter())
+    randomize_adapter(model, scale=0.05)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    trainer = make(model, tmp_path, beta=0.1)
+    trainer.train()
+
+    assert logged(trainer, "kl")[0] == 0.0
+    now = master_weights(trainer)
+    assert all(torch.equal(now[name.replace("default", "ref")], parameter) for name, parameter in start.items())
+    assert not all(torch.equal(now[name], parameter) for name, parameter in start.items())
+
+    trainer.save_model(tmp_path / "final")
+    saved = load_file(tmp_path / "final" / "low_bit" / "model.safetensors")
+    assert not any("ref" in name or "lora" in name for name in saved)

@@ -1,0 +1,206 @@
+"""`lora_base="frozen"` in `QaRLTrainer`: an adapter beside low-bit weights; its files, its base, and their export."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from slow.toys import stored_tensors
+from toy_runs import adapter, changed, logged, make
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from qarl_trl.export.files import base_of, check_base
+from qarl_trl.export.push import model_files
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+from qarl_trl.quant.frozen import adapter_tensors
+from qarl_trl.quant.start import load_master_weights
+from qarl_trl.rollout._vllm_lora import engine_rank
+from qarl_trl.tools.export import main as export
+
+
+def beside_checkpoint(model: str, folder: Path, **changes):
+    """A trainer of an adapter beside the weights of a quantized checkpoint."""
+    return make(model, folder, adapter(), quant_scheme="checkpoint", lora_base="frozen", **changes)
+
+
+def test_a_frozen_base_starts_at_the_checkpoint_and_stays(gptq_model, tmp_path):
+    start = stored_tensors(gptq_model)
+    trainer = beside_checkpoint(gptq_model, tmp_path, learning_rate=2e-2)
+    assert not hasattr(trainer.model.config, "quantization_config")
+    assert not changed(start, dict(iter_low_bit_weights(trainer.model)))
+    factors = dict(adapter_tensors(trainer.model))
+
+    trainer.train()
+
+    assert not changed(start, dict(iter_low_bit_weights(trainer.model)))
+    assert changed(factors, dict(adapter_tensors(trainer.model))) == factors.keys()
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    assert len(trained) == len(factors)
+    assert {parameter.dtype for parameter in trained} == {torch.float32}
+
+
+@torch.no_grad()
+def test_peft_loads_the_saved_adapter_beside_its_base(gptq_model, tmp_path):
+    trainer = beside_checkpoint(gptq_model, tmp_path / "run", learning_rate=2e-2)
+    with torch.enable_grad():
+        trainer.train()
+    trainer.save_model(tmp_path / "final")
+    tokens = torch.tensor([[3, 4, 5, 6, 7]])
+    expected = trainer.model.eval()(tokens).logits
+
+    plain = CompressedTensorsConfig(run_compressed=False)  # peft wants a weight in each layer
+    base = AutoModelForCausalLM.from_pretrained(gptq_model, quantization_config=plain, dtype=torch.bfloat16)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "final")
+
+    assert loaded.peft_config["default"].base_model_name_or_path == gptq_model
+    bound = 0.02 * expected.abs().max()  # roundings of bfloat16 in other places
+    assert (loaded(tokens).logits - expected).abs().max() < bound
+    with loaded.disable_adapter():  # control
+        assert (loaded(tokens).logits - expected).abs().max() > bound
+
+
+def test_an_adapter_beside_a_checkpoint_is_saved_without_weights_of_its_base(gptq_model, tmp_path):
+    trainer = beside_checkpoint(gptq_model, tmp_path / "run")
+
+    trainer.save_model(tmp_path / "final")
+    assert not (tmp_path / "final" / "low_bit").exists()
+
+    trainer.create_model_card()
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "- grpo" in card
+    assert engine_rank(4) == 8  # what vLLM takes for the adapter's r=4
+    assert f"vllm serve {Path(gptq_model).name} --enable-lora --max-lora-rank 8 " in card
+
+    trainer.save_model()
+    pushed = model_files(trainer._model_output)
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= pushed.keys()
+
+
+def test_the_reference_of_a_frozen_base_is_the_base(gptq_model, tmp_path):
+    trainer = beside_checkpoint(gptq_model, tmp_path, beta=0.1, max_steps=2)
+    assert trainer.ref_model is None
+
+    trainer.train()
+
+    kl = logged(trainer, "kl")
+    assert kl[0] == 0.0
+    assert kl[-1] > 0.0
+
+
+# A base that the run quantized itself -------------------------------------------------------------------------------
+
+
+def test_what_a_run_quantized_is_written_once_as_the_base_of_its_adapters(dense_model, tmp_path):
+    run = tmp_path / "run"
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    trainer = make(dense_model, run, adapter(), lora_base="frozen", **saving)
+    trainer.train()
+    base = run / "base"
+    assert not changed(dict(iter_low_bit_weights(trainer.model)), stored_tensors(base))
+    written = (base / "model.safetensors").stat().st_mtime_ns  # by the first checkpoint
+
+    trainer.save_model()
+
+    assert (base / "model.safetensors").stat().st_mtime_ns == written
+    assert not (run / "checkpoint-1" / "base").exists()
+    assert not (run / "checkpoint-1" / "low_bit").exists()
+    for folder in (run, run / "checkpoint-1"):
+        named, _ = base_of(folder)
+        assert Path(named).resolve() == base.resolve()
+        check_base(folder, base)
+
+    card = (base / "README.md").read_text()
+    assert "Quantized by rounding to nearest" in card
+    assert "trained by reinforcement" not in card
+    with pytest.raises(ValueError, match="base is quantized already"):
+        export([str(base), str(tmp_path / "low")])
+
+    final = tmp_path / "final"
+    trainer.save_model(final)
+    assert base_of(final) == (str(final / "base"), None)
+    assert stored_tensors(final / "base").keys() == stored_tensors(base).keys()
+
+
+def test_an_adapter_keeps_to_its_base(dense_model, tmp_path):
+    """Another run may write its own base into the same folder."""
+    run = tmp_path / "run"
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    make(dense_model, run, adapter(), lora_base="frozen", **saving).train()
+
+    make(dense_model, run, adapter(), lora_base="frozen", quant_scheme="W8A16").save_model()
+
+    check_base(run, run / "base")
+    with pytest.raises(ValueError, match="other weights than the base beside which .*checkpoint-1"):
+        export([str(run / "checkpoint-1"), str(tmp_path / "low")])
+    shutil.rmtree(run / "base")
+    with pytest.raises(FileNotFoundError, match="the base of the adapter in .*run, is missing"):
+        export([str(run), str(tmp_path / "low")])
+
+
+# Export -------------------------------------------------------------------------------------------------------------
+
+
+def fill_adapter(model: torch.nn.Module, scale: float) -> None:
+    """Random numbers for B, the same for each scale; with 0 the adapter changes nothing."""
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_().mul_(scale)
+
+
+def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_is(gptq_model, tmp_path, capsys):
+    run = tmp_path / "run"
+    low = tmp_path / "low"
+    trainer = beside_checkpoint(gptq_model, run)
+
+    def exported_nats(scale: float, scheme: str) -> float:
+        """What an export says of an adapter of this size."""
+        fill_adapter(trainer.model, scale)
+        trainer.save_model()
+        export([str(run), str(low), "--scheme", scheme])
+        said = capsys.readouterr().out
+        return float(re.search(r"is (\S+) nats per token from base and adapter", said)[1])
+
+    base_in_8_bits = exported_nats(0.0, "W8A16")
+    base_as_it_was = exported_nats(0.0, "W4A16")
+    rounded_adapter = exported_nats(0.05, "W4A16")
+
+    assert base_in_8_bits < base_as_it_was < rounded_adapter
+    merged = get_peft_model(load_master_weights(gptq_model, dtype="bfloat16"), adapter())
+    factors = {name: tensor for name, tensor in trainer.model.state_dict().items() if "lora" in name}
+    merged.load_state_dict(factors, strict=False)
+    expected = dict(iter_low_bit_weights(apply_quantization(merged, "W4A16")))
+    assert not changed(expected, stored_tensors(low))
+
+
+@pytest.mark.parametrize(
+    ("options", "bits", "keeps_ignored"),
+    [([], 8, True), (["--scheme", "W4A16"], 4, False)],  # the second is a control
+)
+def test_an_export_takes_the_scheme_of_the_frozen_base(odd_adapter, tmp_path, capsys, options, bits, keeps_ignored):
+    export([str(odd_adapter), str(tmp_path / "low"), *options])
+
+    config = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]
+    assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {bits}
+    assert any("down_proj" in name for name in config["ignore"]) == keeps_ignored
+    assert "nats per token from base and adapter" in capsys.readouterr().out
+
+
+def test_an_export_with_another_group_size_needs_a_scheme(odd_adapter, tmp_path):
+    with pytest.raises(ValueError, match="need --scheme"):
+        export([str(odd_adapter), str(tmp_path / "low"), "--group_size", "64"])
+
+
+@pytest.fixture(scope="module")
+def odd_adapter(dense_model, tmp_path_factory):
+    """The folder of an adapter whose base has other settings than the defaults."""
+    folder = tmp_path_factory.mktemp("odd") / "run"
+    lora = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    quantization = {"quant_scheme": "W8A16", "quant_ignore": ["lm_head", "re:.*down_proj$"]}
+    make(dense_model, folder, lora, lora_base="frozen", **quantization).save_model()
+    return folder

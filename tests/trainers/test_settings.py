@@ -1,0 +1,154 @@
+"""`LowBitConfig` beside a config of TRL: which settings are refused, and what they mean."""
+
+from dataclasses import dataclass
+
+import pytest
+from transformers import MistralConfig, Qwen3Config
+from trl import GRPOConfig
+
+from qarl_trl.trainers import LowBitConfig
+from qarl_trl.trainers.settings import UNFIT
+
+
+VLLM = {"use_vllm": True}
+
+
+@dataclass
+class LowBitGRPOConfig(LowBitConfig, GRPOConfig):
+    """Of TRL's own loss, which `QaRLConfig` is not needed for."""
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Makes a config for this machine."""
+
+    def make(**settings):
+        machine = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+        return LowBitGRPOConfig(**machine | settings)
+
+    return make
+
+
+def test_half_a_config_is_refused():
+    with pytest.raises(TypeError, match=r"class MyConfig\(LowBitConfig, SFTConfig\)"):
+        LowBitConfig()
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"quant_scheme": "W3A16"}, "quant_scheme"),
+        ({"quant_group_size": 48}, "quant_group_size"),
+        ({"lora_base": "int4"}, "lora_base"),
+        ({"lora_base": "frozen", "quantize_learner": False}, "lora_base"),
+        ({"quant_kernel": "marlin"}, "quant_kernel"),
+        ({"learner_ops": "vllm"}, "learner_ops"),
+        (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, "vllm_engine_kwargs"),
+        *(({name: True}, name) for name in UNFIT),
+        ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, "hub_strategy"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
+            "metric_for_best_model",
+        ),
+        *(({"verify_sync": value}, "verify_sync") for value in ("always", 0, "-1", True, 1.5)),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_setting_that_does_not_work_in_low_bits_is_refused_by_name(config, settings, name):
+    with pytest.raises(ValueError, match=name):
+        config(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"quant_scheme": "none"}, {"quant_scheme": "fp8_dynamic"}, VLLM | {"vllm_mode": "server", "sync_folder": "f"}],
+    ids=str,
+)
+def test_other_schemes_and_engines_are_accepted(config, settings):
+    config(**settings)
+
+
+@pytest.mark.parametrize(
+    ("written", "kept"), [("first", "first"), ("off", "off"), (False, "off"), ("3", "3"), (1, "1")]
+)
+def test_verify_sync_takes_what_yaml_and_command_lines_make_of_it(config, written, kept):
+    assert config(verify_sync=written).verify_sync == kept
+
+
+def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
+    monkeypatch.setattr("qarl_trl.trainers.settings.is_vllm_available", lambda: False)
+
+    with pytest.raises(ImportError, match=r"pip install 'qarl_trl\[vllm\]'.*use_vllm=False"):
+        config(**VLLM)
+    config()
+
+
+# Which layers are quantized, and how --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """An llm-compressor recipe."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text("q_stage: {q_modifiers: {QuantizationModifier: {scheme: W4A16, ignore: [lm_head]}}}\n")
+    return str(path)
+
+
+def test_a_recipe_replaces_the_scheme_fields(config, recipe):
+    args = config(quant_recipe=recipe)
+
+    assert args.quantized
+    assert args.quant_plan().ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("quant_scheme", "FP8_DYNAMIC"), ("quant_scheme", "none"), ("quant_ignore", [])]
+)
+def test_a_scheme_field_beside_a_recipe_is_refused(config, recipe, name, value):
+    with pytest.raises(ValueError, match=f"quant_recipe decides which.*{name}"):
+        config(quant_recipe=recipe, **{name: value})
+
+
+def test_the_scheme_of_the_checkpoint_is_left_open(config):
+    args = config(quant_scheme="checkpoint")
+
+    assert args.quantized
+    assert args.quant_plan() is None
+    plan_of_the_checkpoint = config().quant_plan()
+    assert args.quant_plan(plan_of_the_checkpoint) is plan_of_the_checkpoint
+
+
+def test_a_group_size_beside_the_scheme_of_the_checkpoint_is_refused(config):
+    with pytest.raises(ValueError, match=r"quant_scheme decides which.*\['quant_group_size'\]"):
+        config(quant_scheme="checkpoint", quant_group_size=32)
+
+
+# Kernel and operations of the learner -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernel", "operations"),
+    [
+        ({}, "engine", True),
+        ({"quant_scheme": "FP8_DYNAMIC"}, "engine", True),
+        ({"use_vllm": False}, "auto", False),  # no engine to agree with
+        ({"quant_scheme": "none"}, "auto", False),  # the baselines are TRL's learner
+        ({"quantize_learner": False}, "engine", False),
+        ({"quant_kernel": "dequant"}, "dequant", False),
+        ({"bf16": False}, "engine", False),
+        ({"cast_lm_head_to_fp32": True}, "engine", False),
+        ({"vllm_engine_kwargs": {"enforce_eager": False}}, "engine", False),
+        ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "engine", False),
+        ({"vllm_model_impl": "transformers"}, "engine", False),
+    ],
+    ids=str,
+)
+def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_kernel_and_operations(config, settings, kernel, operations):
+    args = config(**{"bf16": True} | VLLM | settings)
+
+    assert args.learner_kernel == kernel
+    assert args.engine_ops_for(Qwen3Config()) == operations
+    # Of another architecture, and when the user does not want them.
+    assert not args.engine_ops_for(MistralConfig())
+    args.learner_ops = "stock"
+    assert not args.engine_ops_for(Qwen3Config())
