@@ -4,8 +4,8 @@ The paper's comparison in miniature: arms, seeds and regimes on a task that runs
     python benchmarks/arms.py --regime hard --jobs 2      run the cells that have no file yet
     python benchmarks/arms.py --table                     print the tables of docs/results.md
 
-A cell is one arm with one seed in one regime. It has a process of its own and a file under results/arms/, so a stopped run
-goes on where it was. A cell takes a minute or two on one core.
+A cell is one arm with one seed in one regime. It has a process of its own and a file under results/arms/, so a stopped
+run goes on where it was. A cell takes a minute or two on one core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent / "results" / "arms"
 WEIGHTS = "model.safetensors"  # of a warm start
-# How held-out answers draw their random numbers. Cells without this were run with one seed for all 256; they are run again.
+# How held-out answers draw their random numbers. Cells without this were run with one seed for all 256; they are run
+# again.
 DRAWS = "a seed for each problem"
 
 # Arms: fields of QaRLConfig; epsilon and epsilon_high of GSPO come from the regime's band.
@@ -42,7 +43,8 @@ ICEPOP = {
     "vllm_importance_sampling_clip_min": 0.5,
     "vllm_importance_sampling_clip_max": 5.0,
 }
-# KPop (https://ringtech.notion.site/kpop): tokens do not count whose binary KL divergence, either way, is above 0.1 nats.
+# KPop (https://ringtech.notion.site/kpop): tokens do not count whose binary KL divergence, either way, is above 0.1
+# nats.
 KPOP = {
     "loss_type": "grpo",
     "vllm_importance_sampling_mode": "token_truncate",
@@ -61,7 +63,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "QaRL GRPO": TIS,
     "QaRL dual-clip GRPO": TIS | {"delta": 3.0},
     "QaRL MIS-GSPO": GSPO | {"vllm_importance_sampling_mode": "sequence_mask"},
-    # The same low-bit weights, everything else as transformers and torch compute it: how a learner is aligned on a GPU.
+    # The same low-bit weights, everything else as transformers and torch compute it: how a learner is aligned on a
+    # GPU.
     "QaRL TBPO, stock operations": STOCK,
     "QaRL GRPO, stock operations": TIS | STOCK,
     "QaRL GRPO, IcePop, stock operations": ICEPOP | STOCK,
@@ -119,7 +122,9 @@ REGIMES: dict[str, dict[str, Any]] = {
 
 
 def cells(options: argparse.Namespace) -> list[tuple[str, str, int]]:
-    """Regime, arm and seed of what was asked for: the first seed of all arms, then the second, so that rows fill evenly."""
+    """
+    Regime, arm and seed of what was asked for: the first seed of all arms, then the second, so that rows fill evenly.
+    """
     found = []
     for regime in options.regime:
         arms = options.arms or arms_of(regime)
@@ -222,7 +227,8 @@ def check_start(weights: Path, name: str) -> None:
     others = {cell["base_sha256"] for cell in cells if start_of(cell["settings"]) == name} - {sha_of(weights)}
     if others:
         raise SystemExit(
-            f"All cells must have one start: here it is {sha_of(weights)}, cells in {FOLDER} have {', '.join(sorted(others))}. "
+            f"All cells must have one start: here it is {sha_of(weights)}, cells in {FOLDER} have "
+            f"{', '.join(sorted(others))}. "
             "Remove those cells and run them again, or go on where they were run."
         )
 

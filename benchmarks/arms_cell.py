@@ -120,7 +120,9 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
 
 
 def accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
-    """Share of right answers of the training engine with the learner's current weights, at temperature 0.6 (Table 2)."""
+    """
+    Share of right answers of the training engine with the learner's current weights, at temperature 0.6 (Table 2).
+    """
     from vllm import SamplingParams
 
     trainer.vllm_generation.sync_weights()

@@ -70,7 +70,9 @@ def draw_arms(regime: str) -> Figure:
 
 
 def draw_one(regime: str, arm: str, seed: int) -> Figure:
-    """Reward, mismatch and ratios of one run, as docs/metrics.md shows them: the axes are the same in both pictures."""
+    """
+    Reward, mismatch and ratios of one run, as docs/metrics.md shows them: the axes are the same in both pictures.
+    """
     panels = (REWARD, MISMATCH, RATIO)
     cell = json.loads(file_of(regime, arm, seed).read_text())
     figure = draw_panels(panels, [mean_run(f"{arm}, seed {seed}", [cell], panels)], columns=3)

@@ -12,7 +12,8 @@ from arms import ARMS, FOLDER, LEVELS, REGIMES, arms_of, file_of
 
 Cell = dict[str, Any]
 NOT_RUN = "not run"
-# The paper's figures: Table 1 (math average, Qwen3-8B-Base); Table 3 (MATH-500, AIME 2025, AMC); Fig. 8 prints no numbers.
+# The paper's figures: Table 1 (math average, Qwen3-8B-Base); Table 3 (MATH-500, AIME 2025, AMC); Fig. 8 prints no
+# numbers.
 PAPER = {
     "bf16 GRPO": "51.8; 57.2 (Table 3)",
     "rollout-only GRPO": "43.9; 49.2 (Table 3)",
@@ -45,7 +46,9 @@ def mean_of(cell: Cell, name: str, last: int = 0) -> float | None:
 
 
 def neg_high(cell: Cell) -> str:
-    """Name of the share beyond TBPO's upper bound of negatives: with TBPO, whose own bound it is, it has no "paper_"."""
+    """
+    Name of the share beyond TBPO's upper bound of negatives: with TBPO, whose own bound it is, it has no "paper_".
+    """
     return next(name for name in ("ratio/paper_neg_high_frac", "ratio/neg_high_frac") if name in cell["log"])
 
 

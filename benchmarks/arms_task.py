@@ -1,4 +1,6 @@
-"""The task and the toy of arms.py: sums that are worked step by step, and outlier channels, which quantization hurts."""
+"""
+The task and the toy of arms.py: sums that are worked step by step, and outlier channels, which quantization hurts.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def problems(seed: int, forgotten: float = 0.0, held_out: bool = False) -> Itera
 
 
 def warm_start(folder: Path, regime: dict[str, Any], kept: Path) -> None:
-    """Write the model that all arms and seeds of a regime start from: with the weights of the file `kept`, if it is there."""
+    """
+    Write the model that all arms and seeds of a regime start from: with the weights of the file `kept`, if it is
+    there.
+    """
     model, tokenizer = make_model(regime["start"], **regime["model"]), make_tokenizer()
     if not kept.exists():
         _train(model, tokenizer, regime)
@@ -88,8 +93,8 @@ def add_outliers(model: torch.nn.Module, channels: int, factor: int) -> None:
     """
     Give some inputs of the projections that follow a norm `factor` times the weight, and the norm the inverse.
 
-    With a power of two the function of the unquantized model stays the same bit by bit; a scale that these weights share
-    with others grows, as it does with the outlier channels of large models.
+    With a power of two the function of the unquantized model stays the same bit by bit; a scale that these weights
+    share with others grows, as it does with the outlier channels of large models.
     """
     for layer in model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -110,7 +115,8 @@ def kept_by_kpop(learner: torch.Tensor, engine: torch.Tensor, threshold: float) 
     """
     Which tokens count by KPop (https://ringtech.notion.site/kpop).
 
-    Learner and engine are compared as two coins, this token or another: KL(p | q) and KL(q | p) must be at most the threshold.
+    Learner and engine are compared as two coins, this token or another: KL(p | q) and KL(q | p) must be at most the
+        threshold.
 
     Args:
         learner, engine (`torch.Tensor`): Log-probs of the sampled tokens, float32, `(B, T)`.

@@ -1,9 +1,11 @@
 """
-Gives some 350 wrong inputs to all commands, and counts how they end: in one line that says what is wrong, in a traceback, or accepted.
+Gives some 350 wrong inputs to all commands, and counts how they end: in one line that says what is wrong, in a
+traceback, or accepted.
 
-A third are wrong types and numbers of fields, drawn from all fields of a recipe; the others are unknown keys, files that are missing or
-damaged, folders that cannot be written, settings that contradict each other, and wrong options. Each runs as `qarl-trl` would, in this
-process. What is accepted is trained for one update without an engine, written, or printed.
+A third are wrong types and numbers of fields, drawn from all fields of a recipe; the others are unknown keys, files
+that are missing or damaged, folders that cannot be written, settings that contradict each other, and wrong options.
+Each runs as `qarl-trl` would, in this process. What is accepted is trained for one update without an engine, written,
+or printed.
 """
 
 import io

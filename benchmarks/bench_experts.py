@@ -2,10 +2,10 @@
 
 Claim: 64 experts of two layers, hidden 512, cost at most 1.15x the time and 1.3x the calls of the unquantized ones.
 
-"float32 master weights" is what transformers runs under autocast: its grouped GEMM multiplies in the dtype of the parameters.
-"bf16 master weights" has parameters of half the size, and the GEMMs that ours has. Quantized values exist already, as in every
-micro-batch after the first. Calls are what Python asks of torch's dispatcher: on a CPU each grouped GEMM is a loop inside
-one call. Launches of a GPU are more, by a factor that is the same for every arm's GEMMs.
+"float32 master weights" is what transformers runs under autocast: its grouped GEMM multiplies in the dtype of the
+parameters. "bf16 master weights" has parameters of half the size, and the GEMMs that ours has. Quantized values exist
+already, as in every micro-batch after the first. Calls are what Python asks of torch's dispatcher: on a CPU each
+grouped GEMM is a loop inside one call. Launches of a GPU are more, by a factor that is the same for every arm's GEMMs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def main() -> None:
         if ARMS[row["arm"]][1]
     ]
     headlines += [
-        f"W4A16 against float32 master weights: time {common.ratio(times, 'W4A16', 'float32 master weights')['ratio']:.2f}x",
+        "W4A16 against float32 master weights: time "
+        f"{common.ratio(times, 'W4A16', 'float32 master weights')['ratio']:.2f}x",
     ]
     common.report("bench_experts", args, headlines, rows, start_load)
 

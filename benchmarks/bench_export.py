@@ -2,10 +2,10 @@
 
 Claim: the same bytes, at least 5 times faster. The bytes of every tensor are compared before any ratio is printed.
 
-Both start from the same loaded model (a loaded copy for each, since both change it) and end with a complete folder. The
-time of loading is the same for both and left out of the headline; the ratio with it stands beside. Two models: layers as
-wide as those of Qwen2.5-Math-1.5B, the smallest of the paper, four instead of 28; and many narrow layers, where what each
-layer costs whatever its size weighs more.
+Both start from the same loaded model (a loaded copy for each, since both change it) and end with a complete folder.
+The time of loading is the same for both and left out of the headline; the ratio with it stands beside. Two models:
+layers as wide as those of Qwen2.5-Math-1.5B, the smallest of the paper, four instead of 28; and many narrow layers,
+where what each layer costs whatever its size weighs more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """
-What a weight sync moves between two processes under FSDP2, and its time: quantized values of shards against whole float32 master weights. And what
-forward and backward gather, by quantized values and by bfloat16 weights.
+What a weight sync moves between two processes under FSDP2, and its time: quantized values of shards against whole
+float32 master weights. And what forward and backward gather, by quantized values and by bfloat16 weights.
 
-Both arms of a weight sync make the same bytes of the same model in turns: ours from `DTensor`s, the other from parameters that were made
-whole first, as TRL's stream does (`VLLMGeneration._iter_fsdp2_params`), which every process then quantizes. No engine. A pass
-has one row of tokens, so that its time is that of the gathers and the dequantization.
+Both arms of a weight sync make the same bytes of the same model in turns: ours from `DTensor`s, the other from
+parameters that were made whole first, as TRL's stream does (`VLLMGeneration._iter_fsdp2_params`), which every process
+then quantizes. No engine. A pass has one row of tokens, so that its time is that of the gathers and the
+dequantization.
 """
 
 import os
@@ -151,12 +152,15 @@ def main() -> None:
                 }
             )
             headlines.append(
-                f"{scheme}: {found['layers']:.3f} of the bytes of float32 master weights for its layers, {rows[-1]['all']:.3f} with "
+                f"{scheme}: {found['layers']:.3f} of the bytes of float32 master weights for its layers, "
+                f"{rows[-1]['all']:.3f} with "
                 f"embeddings and norms; {ratio['ratio']:.2f} of the time, with quantization"
             )
             headlines.append(
-                f"{scheme}, forward and backward: {rows[-1]['passes, layers']:.3f} of the bytes of bfloat16 weights for its "
-                f"layers, {rows[-1]['passes']:.3f} with the rest; quantized values held {held['quantized'] / held['weights']:.3f} of the whole; "
+                f"{scheme}, forward and backward: {rows[-1]['passes, layers']:.3f} of the bytes of bfloat16 weights "
+                "for its "
+                f"layers, {rows[-1]['passes']:.3f} with the rest; quantized values held "
+                f"{held['quantized'] / held['weights']:.3f} of the whole; "
                 f"{pass_ratio['ratio']:.2f} of the time"
             )
     common.report("bench_gather", args, headlines, rows, load, times=times)

@@ -3,11 +3,11 @@
 Claim: at hidden 1024 and 4k tokens the W4A16 learner costs at most 1.10x the time of a bf16 learner with float32
 master weights, and at most 0.6 byte per weight of extra memory.
 
-"cached" is one forward and backward whose quantized values exist already, as in every micro-batch after the first. "step, n" is
-what an optimizer step pays: quantize once, then n forwards and backwards, the first of which also
-makes what a kernel keeps beside the quantized values. Extra memory is what stays alive between
-steps (quantized values, scales, a kernel's own layout); what autograd keeps for one backward is given beside that of the plain
-layer, which keeps a bf16 copy of each weight under autocast.
+"cached" is one forward and backward whose quantized values exist already, as in every micro-batch after the first.
+"step, n" is what an optimizer step pays: quantize once, then n forwards and backwards, the first of which also makes
+what a kernel keeps beside the quantized values. Extra memory is what stays alive between steps (quantized values,
+scales, a kernel's own layout); what autograd keeps for one backward is given beside that of the plain layer, which
+keeps a bf16 copy of each weight under autocast.
 """
 
 from __future__ import annotations
@@ -218,8 +218,10 @@ def main() -> None:
     for row in rows:
         goals = row["arm"] in ("W4A16 dequant", "W4A16 engine")
         headlines.append(
-            f"{row['model']}, {row['arm']} / bf16: cached {row['cached']:.2f}x, with quantization {row['step, 1']:.2f}x "
-            f"(1 forward a step), {row['step, 4']:.2f}x (4) {common.verdict(row['cached'], GOAL_TIME) if goals else ''}; "
+            f"{row['model']}, {row['arm']} / bf16: cached {row['cached']:.2f}x, with quantization "
+            f"{row['step, 1']:.2f}x "
+            f"(1 forward a step), {row['step, 4']:.2f}x (4) "
+            f"{common.verdict(row['cached'], GOAL_TIME) if goals else ''}; "
             f"{row['byte/weight']:.2f} byte/weight {common.verdict(row['byte/weight'], GOAL_BYTES) if goals else ''}"
         )
     common.report("bench_learner", args, headlines, rows, load, times=times)

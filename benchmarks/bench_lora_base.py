@@ -1,13 +1,15 @@
-r"""One GPU's three ways on a real model, SmolLM2-135M in W4A16: all weights, an adapter merged before quantizing, one beside a frozen base.
+r"""One GPU's three ways on a real model, SmolLM2-135M in W4A16: all weights, an adapter merged before quantizing, one
+beside a frozen base.
 
 Claim: a frozen base holds the least, as `qarl-trl plan` says, and syncs the adapter alone.
 
     python benchmarks/bench_lora_base.py --folder runs/smollm2
 
-The folder is the one that examples/smollm2/run.sh fills (start/, train.jsonl), the settings are those of its qarl.yaml. Each way trains in a
-process of its own. "learner" is what parameters, low-bit tensors, gradients and optimizer hold at the end of a backward; "peak" is the
-resident size at its largest, with the engine and activations, less what the process had once everything was imported. Beside each is what `plan`
-says. What each way learns is in real_arms.py.
+The folder is the one that examples/smollm2/run.sh fills (start/, train.jsonl), the settings are those of its
+qarl.yaml. Each way trains in a process of its own. "learner" is what parameters, low-bit tensors, gradients and
+optimizer hold at the end of a backward; "peak" is the resident size at its largest, with the engine and activations,
+less what the process had once everything was imported. Beside each is what `plan` says. What each way learns is in
+real_arms.py.
 """
 
 from __future__ import annotations
@@ -126,7 +128,8 @@ def main() -> None:
     found = {way: measured(way, args) for way in WAYS}
     rows = [row(way, found[way]) for way in WAYS]
     headlines = [
-        f"{r['way']}: the learner holds {r['learner MB']:.0f} MB, planned {r['planned MB']:.0f}; a sync moves {r['sync MB']:.2f} MB"
+        f"{r['way']}: the learner holds {r['learner MB']:.0f} MB, planned {r['planned MB']:.0f}; a sync moves "
+        f"{r['sync MB']:.2f} MB"
         for r in rows
     ]
     common.report("bench_lora_base", args, headlines, rows, load, found=found)

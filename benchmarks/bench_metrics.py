@@ -1,7 +1,7 @@
 """What the metrics cost: the step with them, and of the same trainer with the measuring functions left out.
 
-Claim: at most 1 % of a step, and one collective for each micro-batch. Measured in one trainer, whose rollout batches are taken
-with and without in turns; the time within the functions themselves says the same with less noise.
+Claim: at most 1 % of a step, and one collective for each micro-batch. Measured in one trainer, whose rollout batches
+are taken with and without in turns; the time within the functions themselves says the same with less noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ MEASURED = {
 
 
 class Switch:
-    """Lets the measuring functions of a trainer run, with their seconds and collectives counted, or leaves them out."""
+    """
+    Lets the measuring functions of a trainer run, with their seconds and collectives counted, or leaves them out.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.on = True
@@ -145,8 +147,10 @@ def main() -> None:
     compared = common.ratio(times, "with", "without")
     headlines = [
         f"time within the measuring functions: {share:.2%} of the step {common.verdict(share, GOAL)}",
-        f"with all of it / without: {compared['ratio']:.3f} ({compared['quartile_low']:.3f} to {compared['quartile_high']:.3f})",
-        f"other collectives in the same steps: {switch.collectives['the rest'] / switch.calls['logp_diff']:.0f} a rollout batch",
+        f"with all of it / without: {compared['ratio']:.3f} ({compared['quartile_low']:.3f} to "
+        f"{compared['quartile_high']:.3f})",
+        f"other collectives in the same steps: {switch.collectives['the rest'] / switch.calls['logp_diff']:.0f} a "
+        "rollout batch",
     ]
     common.report("bench_metrics", args, headlines, rows, load, times=times)
 

@@ -48,7 +48,9 @@ CHECKED = ("none", "W4A16", "W8A8", "FP8_DYNAMIC")
 
 
 def measure(file: Path) -> None:
-    """Every cell in a process of its own; the file is written anew after each, and cells that it has are not run again."""
+    """
+    Every cell in a process of its own; the file is written anew after each, and cells that it has are not run again.
+    """
     import common  # here: it changes the environment, and a test imports this file for its tables
 
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]

@@ -1,12 +1,13 @@
 """Packing: an update of the learner by passes of real tokens against rows padded to the longest of the rollout batch.
 
-Claim: at completions of 2k tokens in the mean and 16k at most (log-normal, all lengths a sixteenth here, so that it runs on two
-cores; every n-th by length of the 512 completions that a process of the recipes has) at most 1.02 tokens are computed for each real one, an update is at least 3x faster, in no more memory, and the W4A16
-learner costs at most 1.10x of the unquantized one.
+Claim: at completions of 2k tokens in the mean and 16k at most (log-normal, all lengths a sixteenth here, so that it
+runs on two cores; every n-th by length of the 512 completions that a process of the recipes has) at most 1.02 tokens
+are computed for each real one, an update is at least 3x faster, in no more memory, and the W4A16 learner costs at most
+1.10x of the unquantized one.
 
-An update is what follows a rollout: `old` of the whole batch, forward and backward of its micro-batches, and a step of AdamW.
-Both ways call the same model; "padded" is TRL's own method. Operations are transformers', the product is the dequantized
-weight's. Memory is the peak of a process that makes one update, beyond what it had before.
+An update is what follows a rollout: `old` of the whole batch, forward and backward of its micro-batches, and a step of
+AdamW. Both ways call the same model; "padded" is TRL's own method. Operations are transformers', the product is the
+dequantized weight's. Memory is the peak of a process that makes one update, beyond what it had before.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ GOAL_TOKENS, GOAL_SPEED, GOAL_QUANTIZED = 1.02, 3.0, 1.10
 
 
 def rollout_batch(rows: int, spread: float, seed: int) -> dict[str, Any]:
-    """`rows` of a rollout batch: prompts padded on the left, completions of log-normal length on the right, as TRL pads them."""
+    """
+    `rows` of a rollout batch: prompts padded on the left, completions of log-normal length on the right, as TRL pads
+    them.
+    """
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(COMPLETIONS, generator=generator) * spread + math.log(MEAN) - spread**2 / 2
     completions, _ = drawn.exp().round().clamp(1, LONGEST).long().sort()
@@ -166,8 +170,10 @@ def run(args: argparse.Namespace, folder: str, load: float) -> None:
     headlines = [
         f"tokens computed / real: padded {padded['tokens/real']:.2f}, packed {packed['tokens/real']:.3f} "
         f"{common.verdict(packed['tokens/real'], GOAL_TOKENS)}",
-        f"update, padded / packed: {faster['ratio']:.2f}x ({spread}) {common.verdict(faster['ratio'], GOAL_SPEED, at_most=False)}",
-        f"update, packed W4A16 / packed: {quantized['ratio']:.2f}x {common.verdict(quantized['ratio'], GOAL_QUANTIZED)}",
+        f"update, padded / packed: {faster['ratio']:.2f}x ({spread}) "
+        f"{common.verdict(faster['ratio'], GOAL_SPEED, at_most=False)}",
+        f"update, packed W4A16 / packed: {quantized['ratio']:.2f}x "
+        f"{common.verdict(quantized['ratio'], GOAL_QUANTIZED)}",
         f"peak memory, packed / padded: {memory['packed'] / memory['padded']:.2f} "
         f"{common.verdict(memory['packed'] / memory['padded'], 1.0)}; packed W4A16 / packed: "
         f"{memory['packed W4A16'] / memory['packed']:.2f}",

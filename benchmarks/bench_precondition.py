@@ -1,7 +1,8 @@
 """SmoothQuant, AWQ's scaling and a rotation before RL: do they bring the quantized model nearer to the model?
 
-Claim: none of them changes the model; whether its quantization gains depends on the model. This is examples/llmcompressor/precondition.py
-on the start that examples/smollm2/warm_start.py makes, in every scheme, on held-out problems with their solutions. Nothing is timed.
+Claim: none of them changes the model; whether its quantization gains depends on the model. This is
+examples/llmcompressor/precondition.py on the start that examples/smollm2/warm_start.py makes, in every scheme, on
+held-out problems with their solutions. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Quantizer: `quantize_weight` against compressed-tensors' observer and compressor, and against a copy of the same traffic.
+"""Quantizer: `quantize_weight` against compressed-tensors' observer and compressor, and against a copy of the same
+traffic.
 
-Claim: the same bytes, faster than compressed-tensors, in both directions. The tensors are compared before any ratio is printed.
-What it means for a training step: `bench_real_step.py`.
+Claim: the same bytes, faster than compressed-tensors, in both directions. The tensors are compared before any ratio is
+printed. What it means for a training step: `bench_real_step.py`.
 
-Both start from a bfloat16 weight and end with the tensors of the checkpoint. The copy moves half of the bytes that the quantizer
-reads and writes (the weight, and every stored tensor) from one buffer to another that exists already. Back, both sides write
-to memory of their own.
+Both start from a bfloat16 weight and end with the tensors of the checkpoint. The copy moves half of the bytes that the
+quantizer reads and writes (the weight, and every stored tensor) from one buffer to another that exists already. Back,
+both sides write to memory of their own.
 """
 
 from __future__ import annotations

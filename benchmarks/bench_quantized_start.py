@@ -1,8 +1,9 @@
-"""Starting from a 4-bit checkpoint: how far the first sync is from it, and what happens to the quantized values afterwards.
+"""Starting from a 4-bit checkpoint: how far the first sync is from it, and what happens to the quantized values
+afterwards.
 
-Claim: a frozen base is the checkpoint, byte for byte. Master weights whose scales follow them are another model. A trained
-toy is quantized by GPTQ, loaded as master weights, and trained further on worked sums through its 4-bit forward (straight-through
-gradients, as in RL, but supervised, so that a step costs a second and not a rollout).
+Claim: a frozen base is the checkpoint, byte for byte. Master weights whose scales follow them are another model. A
+trained toy is quantized by GPTQ, loaded as master weights, and trained further on worked sums through its 4-bit
+forward (straight-through gradients, as in RL, but supervised, so that a step costs a second and not a rollout).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ START = {"free": "GPTQ checkpoint", "unquantized": "the model before GPTQ"}
 
 
 def saturated(model: Any) -> float:
-    """Share of the 4-bit quantized values that stand at the end of the range although the weight lies half a step beyond it."""
+    """
+    Share of the 4-bit quantized values that stand at the end of the range although the weight lies half a step beyond
+    it.
+    """
     from qarl_trl.quant import quantized_modules
 
     outside = total = 0
@@ -156,7 +160,8 @@ def main() -> None:
             logps = log_probs(begun, probe)
             headlines.append(
                 f"first sync, {arm} ({START[arm]}): "
-                f"{(quantized(begun) != first_quantized).float().mean().item():.2%} of the quantized values differ from the checkpoint's, "
+                f"{(quantized(begun) != first_quantized).float().mean().item():.2%} of the quantized values differ "
+                "from the checkpoint's, "
                 f"weights by {((values(begun) - first_values).norm() / first_values.norm()).item():.2%}, "
                 f"log-probs by {(logps - first_logps).abs().mean().item():.5f} nats; loss {-logps.mean().item():.5f}"
             )

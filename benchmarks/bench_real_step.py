@@ -1,10 +1,11 @@
-"""Training steps of a real model, SmolLM2-135M-Instruct, beside its CPU engine: bf16, rollout-only and QaRL, by batch size.
+"""Training steps of a real model, SmolLM2-135M-Instruct, beside its CPU engine: bf16, rollout-only and QaRL, by batch
+size.
 
 Claim: on a CPU low bits cost time; the ratios say where. Nothing here predicts a GPU.
 
-A process trains on rollout batches of 16 or 64 answers, in updates of 16, with one seed; arms take turns. Reported are the seconds of one
-rollout batch (rollout, sync, updates) behind the first update, which starts the engine and its kernels. `--more 1` adds rounds
-to the result file, for machines that are quiet for minutes only.
+A process trains on rollout batches of 16 or 64 answers, in updates of 16, with one seed; arms take turns. Reported are
+the seconds of one rollout batch (rollout, sync, updates) behind the first update, which starts the engine and its
+kernels. `--more 1` adds rounds to the result file, for machines that are quiet for minutes only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Many rollout batches of a toy model: does memory, the number of files or threads, or the time of a weight sync grow?
 
-Each case has a process of its own. What grows is told apart: pages (the resident size without mapped files), bytes that the C
-library has handed out, and blocks of Python's own allocator; only the last two count what is in use. A rate is the mean step
-from one batch to the next over the second half or the last quarter of a case, where buffers have found their sizes, with 90 % of
-a bootstrap that draws blocks of ten steps: some are rare and large (dev/reliability.md), so residuals of a line would not be
-independent. The median block leaves those out. The time of a weight sync is the median of the third and of the last quarter.
+Each case has a process of its own. What grows is told apart: pages (the resident size without mapped files), bytes
+that the C library has handed out, and blocks of Python's own allocator; only the last two count what is in use. A rate
+is the mean step from one batch to the next over the second half or the last quarter of a case, where buffers have
+found their sizes, with 90 % of a bootstrap that draws blocks of ten steps: some are rare and large
+(dev/reliability.md), so residuals of a line would not be independent. The median block leaves those out. The time of a
+weight sync is the median of the third and of the last quarter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ CASES = [(scheme, lora) for scheme in ("W4A16", "FP8_DYNAMIC") for lora in (Fals
 
 
 class _MallInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc, over all of its arenas: the fifth is mapped alone, the eighth handed out from arenas."""
+    """
+    `struct mallinfo2` of glibc, over all of its arenas: the fifth is mapped alone, the eighth handed out from arenas.
+    """
 
     _fields_ = [("sizes", ctypes.c_size_t * 10)]
 
@@ -98,7 +101,10 @@ def soak(tick: Callable, path: str, folder: str, scheme: str, lora: bool, second
 
 
 def rate(values: list[float]) -> dict[str, float]:
-    """Mean growth for 100 of `values`, the 5 % and 95 % quantiles of a bootstrap by blocks of steps, and the median block's growth."""
+    """
+    Mean growth for 100 of `values`, the 5 % and 95 % quantiles of a bootstrap by blocks of steps, and the median
+    block's growth.
+    """
     steps = [after - before for before, after in pairwise(values)]
     blocks = [sum(steps[i : i + BLOCK]) for i in range(len(steps) - BLOCK + 1)] or [sum(steps)]
     draw, number, per_100 = random.Random(0), max(1, len(steps) // BLOCK), 100 / min(BLOCK, len(steps))
@@ -139,7 +145,8 @@ def main() -> None:
             rows.append(row_of(name, found))
             headline = [
                 f"{r['case']}: {r['MB per 100, mean']:.2f} MB per 100 rollout batches ({r['MB per 100, 5 %']:.2f} to "
-                f"{r['MB per 100, 95 %']:.2f}, median {r['MB per 100, median']:.2f}), in use {r['MB in use per 100, median']:.3f}"
+                f"{r['MB per 100, 95 %']:.2f}, median {r['MB per 100, median']:.2f}), in use "
+                f"{r['MB in use per 100, median']:.3f}"
                 for r in rows
             ]
             common.report("bench_soak", args, headline, rows, load, every_tenth_batch=series)

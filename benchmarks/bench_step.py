@@ -1,8 +1,8 @@
 """Whole training step of `QaRLTrainer`, low-bit against the same trainer with quantization off.
 
-Claim: none about speed on a CPU, where 4-bit arithmetic has no unit of its own: here the figures show that the parts fit
-together and where the time goes. The paper's 1.3x is a GPU figure, with a rollout that is bound by memory bandwidth: not
-run here.
+Claim: none about speed on a CPU, where 4-bit arithmetic has no unit of its own: here the figures show that the parts
+fit together and where the time goes. The paper's 1.3x is a GPU figure, with a rollout that is bound by memory
+bandwidth: not run here.
 
 One rollout batch, the updates on it and the sync before it make a cycle; the trainers live at once, each in its own
 process, and take turns cycle by cycle. Completions have the same length in all of them, so that the tokens are equal.

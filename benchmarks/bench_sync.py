@@ -2,9 +2,10 @@
 
 Claim: a low-bit sync takes at most 1.0x the time of a bf16 reload of the same model through the same code path.
 
-Three engines live at once, each in its own process, and take turns. "cached" syncs quantized values that exist already;
-"after a step" has to quantize every layer first, as the sync after an optimizer step does. The forward that follows
-uses these quantized values, so quantization is not paid twice: bench_learner counts it once more, on the learner's side.
+Three engines live at once, each in its own process, and take turns. "cached" syncs quantized values that exist
+already; "after a step" has to quantize every layer first, as the sync after an optimizer step does. The forward that
+follows uses these quantized values, so quantization is not paid twice: bench_learner counts it once more, on the
+learner's side.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def main() -> None:
         )
         if name != BASE:
             headlines.append(
-                f"{name} / bf16 reload: {cached['ratio']:.2f}x {common.verdict(cached['ratio'], GOAL)}; after an optimizer "
+                f"{name} / bf16 reload: {cached['ratio']:.2f}x {common.verdict(cached['ratio'], GOAL)}; after an "
+                "optimizer "
                 f"step, with quantization, {anew['ratio']:.2f}x {common.verdict(anew['ratio'], GOAL)}; "
                 f"{rows[-1]['bytes ratio']:.2f}x the bytes; "
                 + (f"{shares[name]:.1%} of a step (bench_step)" if name in shares else "share of a step: bench_step")

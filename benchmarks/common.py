@@ -1,7 +1,7 @@
 """What every benchmark shares: interleaved timing, models made from a config, the machine, the result file.
 
-Two things are compared by their ratio within each round of one run, and the median over rounds is reported: the load of
-the machine changes from minute to minute, but hardly between two neighbours of a round. Import this before torch.
+Two things are compared by their ratio within each round of one run, and the median over rounds is reported: the load
+of the machine changes from minute to minute, but hardly between two neighbours of a round. Import this before torch.
 """
 
 from __future__ import annotations

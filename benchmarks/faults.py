@@ -1,10 +1,11 @@
 """
-Kills training at random moments (SIGKILL), starts it again each time, and compares how it ends with a run that nothing interrupted.
+Kills training at random moments (SIGKILL), starts it again each time, and compares how it ends with a run that nothing
+interrupted.
 
-Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Two more lose their
-server (`qarl-trl serve`) once, and go on with a new one. Master weights, optimizer state, low-bit tensors and the saved model must be equal
-bit for bit, and after each kill every checkpoint in its place must be whole. The result file is written after every run, and a second
-call goes on from it.
+Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Two
+more lose their server (`qarl-trl serve`) once, and go on with a new one. Master weights, optimizer state, low-bit
+tensors and the saved model must be equal bit for bit, and after each kill every checkpoint in its place must be whole.
+The result file is written after every run, and a second call goes on from it.
 """
 
 import json
@@ -59,7 +60,9 @@ def run_that_loses_its_server(model: str, scratch: Path, index: int, expected: d
 
 
 def served_run(model: str, scratch: Path, kill: tuple[str, int, float] | None = None) -> dict:
-    """A run beside a server that starts for it. Samples are seeded: the random numbers of a server are in no checkpoint."""
+    """
+    A run beside a server that starts for it. Samples are seeded: the random numbers of a server are in no checkpoint.
+    """
     place = {"folder": str(scratch), "model": model, "port": free_port()}
     changes = {
         "vllm_mode": "server",
@@ -114,7 +117,8 @@ def write(args, runs: list[dict]) -> None:
     damaged = sum(bool(kill["damaged"]) for _, kill in kills)
     killed = [found for found in runs if found["kills"]]
     headlines = [
-        f"{sum(found['equal'] for found in killed)} of {len(killed)} runs with kills ended as the uninterrupted one, after {len(kills)} kills",
+        f"{sum(found['equal'] for found in killed)} of {len(killed)} runs with kills ended as the uninterrupted one, "
+        f"after {len(kills)} kills",
         f"{damaged} kills left a damaged checkpoint in its place",
     ]
     common.report("faults", args, headlines, rows, start_load=0.0, runs=runs)

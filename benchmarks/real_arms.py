@@ -5,7 +5,8 @@ The paper's comparison on a real model: SmolLM2-135M-Instruct on SVAMP, from a s
     python benchmarks/real_arms.py                       runs the cells that have no file yet, one at a time
     python benchmarks/real_arms.py --table               puts the tables into docs/results.md
 
-A cell trains one arm with one seed and scores all held-out problems with draws of that seed. QaRL TBPO at `g64` is the example's recipe.
+A cell trains one arm with one seed and scores all held-out problems with draws of that seed. QaRL TBPO at `g64` is the
+example's recipe.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16 TBPO": {"quant_scheme": "none"},
     "rollout-only GRPO": TIS | {"quantize_learner": False},
     "rollout-only GRPO, no weight": {"loss_type": "grpo", "quantize_learner": False} | NO_WEIGHT,
-    # TRL's own default: drops answers whose ratio, the product over their tokens, is above 3, and weighs the others by it.
+    # TRL's own default: drops answers whose ratio, the product over their tokens, is above 3, and weighs the others by
+    # it.
     "rollout-only GRPO, TRL default": {"loss_type": "grpo", "quantize_learner": False},
     "rollout-only GRPO, IcePop": ICEPOP | {"quantize_learner": False},
     "rollout-only TBPO": {"quantize_learner": False},
@@ -69,7 +71,8 @@ G64: dict[str, Any] = {
     "batches": 20,
     "band": 2e-3,  # epsilon_high, delta_low and delta_high are 4, 3 and 7 of these; the paper's is 1e-4
     "max_completion_length": 24,
-    # Answers of a pass, so that two cells fit into 24 GB. Cells of `g64` whose settings lack it took 32: the same sums, rounded otherwise.
+    # Answers of a pass, so that two cells fit into 24 GB. Cells of `g64` whose settings lack it took 32: the same
+    # sums, rounded otherwise.
     "micro": 16,
 }
 REGIMES: dict[str, dict[str, Any]] = {
@@ -77,11 +80,13 @@ REGIMES: dict[str, dict[str, Any]] = {
     "channel": G64 | {"quantization": {"quant_scheme": "W4A16", "quant_group_size": -1}},
     "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}},
     "paper": G64 | {"band": 1e-4},
-    # Four times as many updates of a rollout batch: where the toy's learner in bfloat16 fails. Chosen before any arm ran in it.
+    # Four times as many updates of a rollout batch: where the toy's learner in bfloat16 fails. Chosen before any arm
+    # ran in it.
     "stale": G64 | {"updates": 8},
 }
 BEFORE = "before training"
-# What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that model of an arm.
+# What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that
+# model of an arm.
 PAIRS = (
     ("the learner's weights", "rollout-only GRPO", "QaRL GRPO"),
     ("the learner's weights, both by GPTQ", "rollout-only GRPO, GPTQ", "QaRL GRPO, GPTQ"),
@@ -131,7 +136,10 @@ KEPT = (
 
 
 def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, folder: Path) -> dict[str, list]:
-    """Train; write `folder`/masters in bfloat16 (not of an adapter) and, for low-bit engines, `folder`/low_bit. Returns the log by column."""
+    """
+    Train; write `folder`/masters in bfloat16 (not of an adapter) and, for low-bit engines, `folder`/low_bit. Returns
+    the log by column.
+    """
     import common  # noqa: F401  # sets what torch and vLLM read when they load
     import torch
     from datasets import load_dataset
@@ -315,7 +323,8 @@ def run_all(options: argparse.Namespace) -> None:
             cell = waiting.pop(0)
             regime, arm, seed = cell
             command = [sys.executable, __file__, "--start", str(options.start), "--regime", regime, "--arms", arm]
-            log = open(Path(tempfile.gettempdir(), f"real_{regime}_{arm.replace(' ', '_')}_{seed}.log"), "w")  # noqa: SIM115
+            name = f"real_{regime}_{arm.replace(' ', '_')}_{seed}.log"
+            log = open(Path(tempfile.gettempdir(), name), "w")  # noqa: SIM115
             running[subprocess.Popen([*command, "--seeds", str(seed), "--one"], stdout=log, stderr=log)] = cell
         os.wait()
         for process in [process for process in running if process.poll() is not None]:
@@ -343,7 +352,10 @@ def table(regime: str) -> str:
 
 
 def greedy_table(regime: str) -> str:
-    """The cells with greedy answers, in percent: those, the mean of the answers at temperature 1, and problems with any right one."""
+    """
+    The cells with greedy answers, in percent: those, the mean of the answers at temperature 1, and problems with any
+    right one.
+    """
     models = ("low_bit", "gptq", "masters")
     lines = [["arm", "seed", "greedy: low bits, GPTQ, bfloat16", "mean of four", "any of the four"], ["---"] * 5]
     for cell in (cell for arm in (BEFORE, *ARMS) for cell in cells_of(regime, arm) if "greedy" in cell):
@@ -368,8 +380,9 @@ def accuracy(cells: list[dict[str, Any]], model: str) -> tuple[float, float]:
     """
     Percent of held-out answers that are right, and its standard error.
 
-    It holds the choice of the held-out problems (the spread of the problems' means) and, of several seeds, that of training
-    and sampling (the spread of the seeds' means). The first contains part of the second: the error is rather too large.
+    It holds the choice of the held-out problems (the spread of the problems' means) and, of several seeds, that of
+    training and sampling (the spread of the seeds' means). The first contains part of the second: the error is rather
+    too large.
     """
     return _mean_and_error([_shares(cell, model) for cell in cells])
 

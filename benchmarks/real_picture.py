@@ -1,4 +1,6 @@
-"""README's picture, from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/real.png."""
+"""
+README's picture, from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/real.png.
+"""
 
 from __future__ import annotations
 

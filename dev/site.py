@@ -22,7 +22,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links into the repository become links to it, and `<!-- fields: file class -->` becomes a table of that dataclass."""
+    """
+    Links into the repository become links to it, and `<!-- fields: file class -->` becomes a table of that dataclass.
+    """
 
     def link(match: re.Match[str]) -> str:
         path, anchor = match[1].rstrip("/"), match[2] or ""
@@ -41,7 +43,9 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
 
 
 def fields_table(path: Path, name: str) -> str:
-    """Fields of a dataclass with type, default and help, as an HTML table, read from the source without importing it."""
+    """
+    Fields of a dataclass with type, default and help, as an HTML table, read from the source without importing it.
+    """
     tree = ast.parse(path.read_text())
     (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     rows = []

@@ -2,12 +2,14 @@
 
     python examples/countdown/countdown.py --config examples/countdown/lora.yaml
 
-Any field of `QaRLConfig` and `ModelConfig` goes on the command line: `--report_to trackio`, `--loss_type grpo`, `--quant_scheme FP8_DYNAMIC`.
+Any field of `QaRLConfig` and `ModelConfig` goes on the command line: `--report_to trackio`, `--loss_type grpo`,
+`--quant_scheme FP8_DYNAMIC`.
 
 The engine as a server on a second GPU, in two terminals of one user:
 
     CUDA_VISIBLE_DEVICES=1 qarl-trl serve --config examples/countdown/lora.yaml --sync_folder /dev/shm/countdown
-    python examples/countdown/countdown.py --config examples/countdown/lora.yaml --vllm_mode server --sync_folder /dev/shm/countdown
+    python examples/countdown/countdown.py --config examples/countdown/lora.yaml --vllm_mode server \
+        --sync_folder /dev/shm/countdown
 """
 
 import ast
@@ -59,7 +61,10 @@ def make_problems(number: int, seed: int) -> Dataset:
 
 
 def evaluate(expression: str) -> tuple[float, list[int]]:
-    """The value of an expression of whole numbers, `+ - * /` and brackets, and its numbers; `ValueError` for anything else."""
+    """
+    The value of an expression of whole numbers, `+ - * /` and brackets, and its numbers; `ValueError` for anything
+    else.
+    """
     used: list[int] = []
 
     def value(node: ast.expr) -> float:

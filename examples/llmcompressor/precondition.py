@@ -3,9 +3,9 @@
     python examples/llmcompressor/precondition.py --model Qwen/Qwen2.5-Math-1.5B --method smoothquant --scheme W4A16 \
         --dataset Elliott/Openr1-Math-46k-8192 --columns prompt --output runs/smoothed
 
-SmoothQuant, AWQ's scaling, or SpinQuant's rotations R1 and R2, by llm-compressor. The plain model is saved only if its log-probs
-are those of the model that came in. What the scheme costs before and after is printed: without outlier channels often no less.
-Then train with `model_name_or_path: runs/smoothed`.
+SmoothQuant, AWQ's scaling, or SpinQuant's rotations R1 and R2, by llm-compressor. The plain model is saved only if its
+log-probs are those of the model that came in. What the scheme costs before and after is printed: without outlier
+channels often no less. Then train with `model_name_or_path: runs/smoothed`.
 """
 
 import torch
@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from qarl_trl.quant import apply_quantization, remove_quantization
 
 
-# Largest change of a log-prob in float32, nats. Measured on toys: at most 3.2e-5 for transforms that are folded exactly, 0.1 and
-# more for one that is not.
+# Largest change of a log-prob in float32, nats. Measured on toys: at most 3.2e-5 for transforms that are folded
+# exactly, 0.1 and more for one that is not.
 TOLERANCE = 1e-3
 PROBES = 16  # texts that log-probs are compared on
 
-# SpinQuant centers the embeddings, which only a layer norm takes off again: with an RMS norm it makes another model. Without
-# centering the rotations are exact for both.
+# SpinQuant centers the embeddings, which only a layer norm takes off again: with an RMS norm it makes another model.
+# Without centering the rotations are exact for both.
 SpinQuantModifier._center_embeddings = lambda *_: None
 
 

@@ -3,8 +3,8 @@
     python examples/llmcompressor/ptq.py --model Qwen/Qwen2.5-Math-1.5B --method gptq --scheme W4A16 \
         --dataset Elliott/Openr1-Math-46k-8192 --columns prompt --output runs/w4a16_gptq
 
-Then train an adapter with `model_name_or_path: runs/w4a16_gptq`, `quant_scheme: checkpoint` and `lora_base: frozen`: the base
-in learner and engine is this checkpoint, byte for byte. Needs `pip install 'qarl_trl[llmcompressor]'`.
+Then train an adapter with `model_name_or_path: runs/w4a16_gptq`, `quant_scheme: checkpoint` and `lora_base: frozen`:
+the base in learner and engine is this checkpoint, byte for byte. Needs `pip install 'qarl_trl[llmcompressor]'`.
 """
 
 import argparse

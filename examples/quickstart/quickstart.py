@@ -1,7 +1,7 @@
 """`make quickstart`: a small model learns by RL on low-bit rollouts, on a CPU, and the saved model is served.
 
-1. A supervised warm start, where you would load a base model. 2. The same rollout without quantization, for comparison.
-3. QaRL. 4. The saved checkpoint in a fresh vLLM process: it must answer what the training engine answered.
+1. A supervised warm start, where you would load a base model. 2. The same rollout without quantization, for
+comparison. 3. QaRL. 4. The saved checkpoint in a fresh vLLM process: it must answer what the training engine answered.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def answer_in_training(trainer: QaRLTrainer, problems: list[dict[str, Any]]) -> 
 
 def answer_afresh(checkpoint: Path, problems: list[dict[str, Any]]) -> list[str]:
     """Answers of an engine that knows nothing but the folder; run it in a process of its own."""
-    # TRL gives its engine room for one rollout batch. Batch shapes decide which kernels run, so this one gets the same.
+    # TRL gives its engine room for one rollout batch. Batch shapes decide which kernels run, so this one gets the
+    # same.
     shapes = {"max_model_len": 64, "max_num_seqs": COMPLETIONS, "max_num_batched_tokens": 4096}
     llm = start_engine(str(checkpoint), logprobs_mode="processed_logprobs", use_tqdm_on_load=False, **shapes)
     return answer(llm, problems)

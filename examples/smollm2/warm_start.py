@@ -1,7 +1,7 @@
 r"""Teach the form of an answer on SVAMP's training problems, with TRL: `python warm_start.py FOLDER`.
 
-An answer is the calculation, which math-verify carries out: `\boxed{(8 - 3) * 2}`. A model of 135 million weights cannot
-multiply, but it can learn what to multiply.
+An answer is the calculation, which math-verify carries out: `\boxed{(8 - 3) * 2}`. A model of 135 million weights
+cannot multiply, but it can learn what to multiply.
 """
 
 import argparse

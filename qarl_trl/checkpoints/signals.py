@@ -67,8 +67,8 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Exit, also after the last step."""
-        # The Trainer saves after the last step too. A run that is complete then exits with this code as well, and its next
-        # start trains nothing.
+        # The Trainer saves after the last step too. A run that is complete then exits with this code as well, and its
+        # next start trains nothing.
         if self._agree(self.received):
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)
