@@ -228,8 +228,7 @@ def check_start(weights: Path, name: str) -> None:
     if others:
         raise SystemExit(
             f"All cells must have one start: here it is {sha_of(weights)}, cells in {FOLDER} have "
-            f"{', '.join(sorted(others))}. "
-            "Remove those cells and run them again, or go on where they were run."
+            f"{', '.join(sorted(others))}. Remove those cells and run them again, or go on where they were run."
         )
 
 

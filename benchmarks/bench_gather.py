@@ -153,15 +153,12 @@ def main() -> None:
             )
             headlines.append(
                 f"{scheme}: {found['layers']:.3f} of the bytes of float32 master weights for its layers, "
-                f"{rows[-1]['all']:.3f} with "
-                f"embeddings and norms; {ratio['ratio']:.2f} of the time, with quantization"
+                f"{rows[-1]['all']:.3f} with embeddings and norms; {ratio['ratio']:.2f} of the time, with quantization"
             )
             headlines.append(
                 f"{scheme}, forward and backward: {rows[-1]['passes, layers']:.3f} of the bytes of bfloat16 weights "
-                "for its "
-                f"layers, {rows[-1]['passes']:.3f} with the rest; quantized values held "
-                f"{held['quantized'] / held['weights']:.3f} of the whole; "
-                f"{pass_ratio['ratio']:.2f} of the time"
+                f"for its layers, {rows[-1]['passes']:.3f} with the rest; quantized values held "
+                f"{held['quantized'] / held['weights']:.3f} of the whole; {pass_ratio['ratio']:.2f} of the time"
             )
     common.report("bench_gather", args, headlines, rows, load, times=times)
 

@@ -219,10 +219,9 @@ def main() -> None:
         goals = row["arm"] in ("W4A16 dequant", "W4A16 engine")
         headlines.append(
             f"{row['model']}, {row['arm']} / bf16: cached {row['cached']:.2f}x, with quantization "
-            f"{row['step, 1']:.2f}x "
-            f"(1 forward a step), {row['step, 4']:.2f}x (4) "
-            f"{common.verdict(row['cached'], GOAL_TIME) if goals else ''}; "
-            f"{row['byte/weight']:.2f} byte/weight {common.verdict(row['byte/weight'], GOAL_BYTES) if goals else ''}"
+            f"{row['step, 1']:.2f}x (1 forward a step), {row['step, 4']:.2f}x (4) "
+            f"{common.verdict(row['cached'], GOAL_TIME) if goals else ''}; {row['byte/weight']:.2f} byte/weight "
+            f"{common.verdict(row['byte/weight'], GOAL_BYTES) if goals else ''}"
         )
     common.report("bench_learner", args, headlines, rows, load, times=times)
 

@@ -159,11 +159,10 @@ def main() -> None:
             begun = start(arm)
             logps = log_probs(begun, probe)
             headlines.append(
-                f"first sync, {arm} ({START[arm]}): "
-                f"{(quantized(begun) != first_quantized).float().mean().item():.2%} of the quantized values differ "
-                "from the checkpoint's, "
-                f"weights by {((values(begun) - first_values).norm() / first_values.norm()).item():.2%}, "
-                f"log-probs by {(logps - first_logps).abs().mean().item():.5f} nats; loss {-logps.mean().item():.5f}"
+                f"first sync, {arm} ({START[arm]}): {(quantized(begun) != first_quantized).float().mean().item():.2%} "
+                "of the quantized values differ from the checkpoint's, weights by "
+                f"{((values(begun) - first_values).norm() / first_values.norm()).item():.2%}, log-probs by "
+                f"{(logps - first_logps).abs().mean().item():.5f} nats; loss {-logps.mean().item():.5f}"
             )
             for rate in (1e-6, 1e-5, 1e-4, 1e-3):
                 model_in_training = start(arm).train()

@@ -123,8 +123,7 @@ def main() -> None:
         if name != BASE:
             headlines.append(
                 f"{name} / bf16 reload: {cached['ratio']:.2f}x {common.verdict(cached['ratio'], GOAL)}; after an "
-                "optimizer "
-                f"step, with quantization, {anew['ratio']:.2f}x {common.verdict(anew['ratio'], GOAL)}; "
+                f"optimizer step, with quantization, {anew['ratio']:.2f}x {common.verdict(anew['ratio'], GOAL)}; "
                 f"{rows[-1]['bytes ratio']:.2f}x the bytes; "
                 + (f"{shares[name]:.1%} of a step (bench_step)" if name in shares else "share of a step: bench_step")
             )

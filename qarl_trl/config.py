@@ -59,8 +59,7 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
         help="Maximum number of tokens in a forward pass of the learner. The rows of a micro-batch are packed into "
-        "such passes "
-        "without padding. null: padded rows, as in TRL. (Table 2: ppo_max_token_len_per_gpu.)",
+        "such passes without padding. null: padded rows, as in TRL. (Table 2: ppo_max_token_len_per_gpu.)",
     )
     tbpo_epsilon_high: float = HfArg(default=4e-4, help="Clip ratios above 1 + this where A > 0 (eps_h, Table 2).")
     tbpo_delta_low: float = HfArg(default=3e-4, help="Clip ratios below 1 - this where A < 0 (delta_l, Table 2).")
@@ -72,8 +71,7 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
     mismatch_abort_threshold: float | None = HfArg(
         default=None,
         help="Stop the run when the mean absolute log-prob mismatch between engine and learner exceeds this many nats "
-        "per token: "
-        "for instance three times the first logged mismatch/logp_diff_mean.",
+        "per token: for instance three times the first logged mismatch/logp_diff_mean.",
     )
     optim_muon: bool = HfArg(default=False, help="Train matrices and experts with Muon, the rest with AdamW (Sec. 4).")
 
@@ -128,8 +126,7 @@ def _check_tbpo(args: QaRLConfig) -> None:
     if updates <= 1:
         logger.warning_once(
             f"steps_per_generation x num_iterations / gradient_accumulation_steps = {updates:g} update per rollout "
-            "batch: every "
-            "ratio is 1 and no trust band of loss_type='tbpo' can bind. The paper has 8 updates."
+            "batch: every ratio is 1 and no trust band of loss_type='tbpo' can bind. The paper has 8 updates."
         )
 
 
@@ -149,8 +146,7 @@ def _check_sampling(args: QaRLConfig) -> None:
         if name not in HARMLESS_SAMPLING and value not in neutral:
             raise ValueError(
                 f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. "
-                "Leave it "
-                "out (temperature is allowed), or set vllm_importance_sampling_correction=False."
+                "Leave it out (temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
 
 
@@ -162,8 +158,7 @@ def _check_seed(args: QaRLConfig) -> None:
     if args.use_vllm and args.vllm_mode == "colocate" and seed is not None:
         raise ValueError(
             f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would "
-            "be equal, "
-            "and nothing would be trained. `seed` decides the draws of a run."
+            "be equal, and nothing would be trained. `seed` decides the draws of a run."
         )
 
 

@@ -112,9 +112,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         if numbers.any():  # on any process, so that all of them stop
             raise RuntimeError(
                 f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): "
-                "another library "
-                "replaced their forward, or the batch does not reach them. Add them to `quant_ignore` if that is "
-                "intended."
+                "another library replaced their forward, or the batch does not reach them. Add them to `quant_ignore` "
+                "if that is intended."
             )
 
     # Engine ----------------------------------------------------------------------------------------------------------

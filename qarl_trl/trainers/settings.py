@@ -62,32 +62,29 @@ class LowBitConfig:
     quant_scheme: str | None = HfArg(
         default="W4A16",
         help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): a "
-        "name from "
-        "`qarl-trl schemes`, 'checkpoint' for the scheme of a quantized `model`, or 'none' for no quantization.",
+        "name from `qarl-trl schemes`, 'checkpoint' for the scheme of a quantized `model`, or 'none' for no "
+        "quantization.",
     )
     quant_group_size: int | None = HfArg(
         default=None,
         help="How many weights along the input dimension share one scale: 32, 64, 128, or -1 for one scale per output "
-        "channel. "
-        "Unset: the scheme's own number (128 for W4A16).",
+        "channel. Unset: the scheme's own number (128 for W4A16).",
     )
     quant_ignore: list[str] = HfArg(
         default_factory=lambda: list(DEFAULT_IGNORE),
         help="Linear layers that stay in high precision: class names, module names, or patterns that begin with "
-        "'re:'. "
-        "Default: lm_head and MoE routers.",
+        "'re:'. Default: lm_head and MoE routers.",
     )
     quant_recipe: str | None = HfArg(
         default=None,
         help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give "
-        "each group "
-        "of layers another scheme.",
+        "each group of layers another scheme.",
     )
     lora_base: Literal["merged", "frozen"] = HfArg(
         default="merged",
         help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' quantizes W once, keeps no master "
-        "weights, and adds "
-        "s B (A x); weight syncs send the base once and then only the adapter. `model` must be a name.",
+        "weights, and adds s B (A x); weight syncs send the base once and then only the adapter. `model` must be a "
+        "name.",
     )
     quantize_learner: bool = HfArg(
         default=True,
@@ -97,21 +94,19 @@ class LowBitConfig:
     quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
         default="auto",
         help="GEMM of the learner's forward. 'dequant' multiplies by the dequantized weight. 'engine' calls the "
-        "rollout engine's "
-        "kernel. 'auto' is 'engine' beside a CPU engine, and otherwise torch's own product for the scheme.",
+        "rollout engine's kernel. 'auto' is 'engine' beside a CPU engine, and otherwise torch's own product for the "
+        "scheme.",
     )
     learner_ops: Literal["auto", "stock"] = HfArg(
         default="auto",
         help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': "
-        "they round "
-        "where a CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it warns if it "
-        "cannot.",
+        "they round where a CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it "
+        "warns if it cannot.",
     )
     verify_sync: str = HfArg(
         default="first",
         help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted. "
-        "'first': after "
-        "the first weight sync. A number N: after the first and then every N syncs. 'off': never.",
+        "'first': after the first weight sync. A number N: after the first and then every N syncs. 'off': never.",
     )
     sync_folder: str | None = HfArg(
         default=None,
