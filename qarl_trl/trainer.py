@@ -133,7 +133,8 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
 
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
-            # For TRL's part of the loss, see `_compute_loss`.
+            # For TRL's part of the loss, see `_compute_loss`: it does not know TBPO. Its KL penalty with
+            # `use_bias_correction_kl` takes the ratio of the sequence, as TBPO does.
             self.loss_type = "grpo"
             self.importance_sampling_level = "sequence"
 
@@ -264,33 +265,35 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             raise RuntimeError(f"The learner's log-probs must be float32, got {logps.dtype}: something casts them.")
 
         weight = None
-        if self.use_vllm and self.vllm_importance_sampling_correction:
+        if self.use_vllm and self.vllm_importance_sampling_correction:  # TRL's condition
             weight = inputs["importance_sampling_ratio"].squeeze(1)
         policy_loss = tbpo_loss(
             logps,
-            inputs.get("old_per_token_logps", logps.detach()),
+            _old_logps(logps, inputs),
             inputs["advantages"],
             loss_mask(inputs),
             self.args.trust_band,
             weight=weight,
-            kept=self._kept(logps, entropies, inputs),
+            kept=self._kept_tokens(logps, entropies, inputs),
         )
         self._measure(logps.detach(), inputs)
+        if self._entropy_bonus_enabled:  # then TRL logs its policy loss, of which here only the KL penalty is left
+            both = self._metrics[self._mode]["policy_loss"][-1] + self._mean_of_all(policy_loss)
+            self._replace_metric("policy_loss", both)
 
         micro_batches = self.current_gradient_accumulation_steps if self._mode == "train" else 1
         return policy_loss / micro_batches + other_terms
 
-    def _kept(self, logps: Tensor, entropies: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
+    def _kept_tokens(self, logps: Tensor, entropies: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
         """TRL's masks of the policy loss, `(B, 1)` or `(B, T)`: off-policy completions, and tokens of low entropy."""
         mask = loss_mask(inputs)
         kept: Tensor | None = None
 
         if self.off_policy_mask_threshold is not None:
-            old = inputs.get("old_per_token_logps", logps.detach())
             kept = self.get_off_policy_mask(
                 advantages=inputs["advantages"].unsqueeze(1),
                 per_token_logps=logps,
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", old),
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", _old_logps(logps, inputs)),
                 mask=mask,
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
@@ -314,9 +317,9 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             self._log_value(f"mismatch/{name}", value)
 
         if self._tbpo and self.args.weighs_mismatch:
-            logged = self._metrics[self._mode]
             for name in ("min", "mean", "max"):  # TRL logged its own weight there; this loss does not use it
-                logged[f"sampling/importance_sampling_ratio/{name}"][-1] = metrics[f"seq_weight_{name}"]
+                weight = metrics[f"seq_weight_{name}"]
+                self._replace_metric(f"sampling/importance_sampling_ratio/{name}", weight)
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args.mismatch_abort_threshold)
 
     def _measure(self, logps: Tensor, inputs: dict[str, Any]) -> None:
@@ -342,15 +345,25 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
 
     def _log_clipped(self, low: float, high: float) -> None:
         """
-        Log the shares of completions beyond TBPO's bounds as TRL's `clip_ratio/*`, in place of those for advantages of
-        zero.
+        Log the shares of completions beyond the two bounds that TRL counts, in place of those for advantages of zero.
         """
-        logged = self._metrics[self._mode]
-        logged["clip_ratio/low_mean"][-1] = low
-        logged["clip_ratio/high_mean"][-1] = high
-        logged["clip_ratio/region_mean"][-1] = low + high
-        logged["clip_ratio/low_min"][-1] = float(low == 1)  # of a completion: 0 or 1
-        logged["clip_ratio/high_max"][-1] = float(high > 0)
+        self._replace_metric("clip_ratio/low_mean", low)
+        self._replace_metric("clip_ratio/high_mean", high)
+        self._replace_metric("clip_ratio/region_mean", low + high)
+        # Of a completion the share is 0 or 1.
+        self._replace_metric("clip_ratio/low_min", float(low == 1))
+        self._replace_metric("clip_ratio/high_max", float(high > 0))
+
+    def _replace_metric(self, name: str, value: float) -> None:
+        """Log a value in place of the one that TRL just logged, for a quantity that TRL computes for another loss."""
+        logged = self._metrics[self._mode][name]
+        if not logged:
+            raise RuntimeError(f"TRL did not log {name!r}: untested version.")
+        logged[-1] = value
+
+    def _mean_of_all(self, value: Tensor) -> float:
+        """The mean of a scalar over all processes."""
+        return self.accelerator.gather(value.detach()).nanmean().item()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's method, which averages over micro-batches; minima and maxima stay minima and maxima."""
@@ -362,3 +375,12 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             elif name.endswith("max"):
                 values[:] = [max(values)]
         super().log(logs, start_time)
+
+
+def _old_logps(logps: Tensor, inputs: dict[str, Any]) -> Tensor:
+    """
+    Log-probs `(B, T)` of the learner at rollout time.
+
+    TRL leaves them out if no update comes between rollout and loss: then they are the present ones.
+    """
+    return inputs.get("old_per_token_logps", logps.detach())

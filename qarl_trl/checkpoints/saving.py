@@ -88,8 +88,8 @@ class CheckpointMixin:
             self._step = 0
             self._buffered_inputs = None
             self._last_loaded_step = -1
-        if self.low_bit is not None:
-            self.low_bit.forget()
+        if self.low_bit_store is not None:
+            self.low_bit_store.forget()
 
     # The model -------------------------------------------------------------------------------------------------------
 
@@ -265,8 +265,8 @@ class CheckpointMixin:
         else:
             _compat.restore_master_weights(module, resume_from_checkpoint)
 
-        if self.low_bit is not None:
-            self.low_bit.forget()
+        if self.low_bit_store is not None:
+            self.low_bit_store.forget()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """As the Trainer's, but a missing weight is an error: training would continue from other values."""

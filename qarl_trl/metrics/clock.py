@@ -79,7 +79,6 @@ class StepClock(TrainerCallback):
         engine: A `LowBitVLLMGeneration`, which counts the seconds of rollouts and weight syncs, or `None`.
         log: Takes a metric's name and value.
         flips: Returns the share of quantized values that a sync changed.
-        after_first: Called after the first step.
     """
 
     def __init__(
@@ -87,13 +86,10 @@ class StepClock(TrainerCallback):
         engine: Any,
         log: Callable[[str, float], None],
         flips: Callable[[], dict[str, float]],
-        after_first: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._log = log
         self._flips = flips
-        self._after_first = after_first
-        self._stepped = False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._start = time.perf_counter()
@@ -115,7 +111,3 @@ class StepClock(TrainerCallback):
         self._log("time/rollout", rollout)
         self._log("time/sync", sync)
         self._log("time/update", total - rollout - sync)
-
-        if not self._stepped:
-            self._stepped = True
-            self._after_first()

@@ -17,6 +17,19 @@ from .matmul import LowBitMatmul, SourceGradients
 from .quantize import LowBitWeight
 
 
+# What `convert` adds to a module, and `restore` takes away.
+_ADDED = (
+    "high_precision_class",
+    "store",
+    "scheme",
+    "gemm_for",
+    "gemm",
+    "has_trained",
+    "quantized_forward",
+    "merged_with",
+)
+
+
 class WeightOwner(Protocol):
     """What layers need of the [`~qarl_trl.quant.store.LowBitStore`]."""
 
@@ -34,6 +47,7 @@ class LowBitLayer:
         scheme: How the weights are quantized.
         gemm_for: Chooses the gemm in the first forward.
         gemm: The gemm, `None` before the first low-bit forward.
+        has_trained: Whether a low-bit forward ran that gradients may follow, as those of training are.
         quantized_forward: `False` runs the forward in high precision, while sync and export still send low-bit
             weights: the paper's quantized-rollout baseline.
         merged_with: The layers that an engine merges with this one and that must share its global scale, if the scheme
@@ -46,6 +60,7 @@ class LowBitLayer:
     scheme: QuantizationScheme
     gemm_for: GemmChoice
     gemm: Gemm | None
+    has_trained: bool
     quantized_forward: bool
     merged_with: tuple[Any, ...]
     high_precision_class: type[Any]
@@ -64,21 +79,14 @@ class LowBitLayer:
         module.scheme = scheme
         module.gemm_for = gemm
         module.gemm = None
+        module.has_trained = False
         module.quantized_forward = quantized_forward
         module.merged_with = ()
 
     def restore(self) -> None:
         """Undo `convert`."""
         self.__class__ = self.high_precision_class
-        for attribute in (
-            "high_precision_class",
-            "store",
-            "scheme",
-            "gemm_for",
-            "gemm",
-            "quantized_forward",
-            "merged_with",
-        ):
+        for attribute in _ADDED:
             del self.__dict__[attribute]
 
     # What the store asks ---------------------------------------------------------------------------------------------
@@ -142,6 +150,7 @@ class LowBitLayer:
         # Autocast would change dtypes inside the quantizer and inside the gemm.
         with torch.autocast(device, enabled=False):
             weight = self.store.weight_of(self, name)
+            self.has_trained = self.has_trained or torch.is_grad_enabled()
             return LowBitMatmul.apply(x, bias, weight, gemm, dtype, source_gradients, *sources)
 
     def __getstate__(self) -> dict[str, Any]:

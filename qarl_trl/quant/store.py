@@ -26,8 +26,27 @@ from .shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import checkpoint_stream
 
 
+# Steps of parameters that need no gradient, and of those whose steps nobody counts.
+NOT_TRAINED = -1
+UNKNOWN = -2
 # Takes parameters; inside the context they are whole. TRL's `DistributedBackend.gather_params`, for ZeRO-3.
 Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class _State:
+    """
+    A state of master weights: equal ones mean an equal low-bit weight.
+
+    Attributes:
+        step: Number of optimizer steps so far; `NOT_TRAINED`, or `UNKNOWN` if nobody tells the store of steps.
+        others: What else the low-bit weight depends on.
+        identities: Object, address and version of each parameter that is whole; empty for shards.
+    """
+
+    step: int
+    others: tuple[Any, ...]
+    identities: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,7 +54,7 @@ class _Kept:
     """A low-bit weight, and the state of the master weights that it was made from."""
 
     weight: LowBitWeight
-    state: tuple[Any, ...]
+    state: _State
 
 
 class LowBitStore:
@@ -46,9 +65,9 @@ class LowBitStore:
     store learns of a change:
 
     - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_trained`]). A store that
-      nobody promised to tell makes a trained weight again for each forward: that is slow, and never wrong. It cannot
-      see steps by itself, because fused and sharded optimizers write through aliases, which leave a parameter's
-      version as it is;
+      nobody promised to tell quantizes trained weights on every forward: that is slow, and never wrong. It cannot see
+      steps by itself, because fused and sharded optimizers write through aliases, which leave a parameter's version
+      as it is;
     - somebody tells it that weights were loaded ([`forget`]);
     - it sees a whole parameter that was written in place, or was replaced by another one.
 
@@ -95,8 +114,8 @@ class LowBitStore:
                 yield name, module
 
     def bypassed_layers(self) -> list[str]:
-        """Names of the layers that should have run in low bits and never did."""
-        return [name for name, layer in self.layers() if layer.quantized_forward and layer.gemm is None]
+        """Names of the layers that should have trained in low bits and never did."""
+        return [name for name, layer in self.layers() if layer.quantized_forward and not layer.has_trained]
 
     # When weights change ---------------------------------------------------------------------------------------------
 
@@ -151,7 +170,7 @@ class LowBitStore:
         if is_packed(parameters[0]):  # outside of a forward: this process has only its own rows
             return quantize_shards(parameters[0], layer.scheme, self.rows_of(layer, name))
 
-        state = self._state(layer, name, parameters)
+        state = self._state_of(layer, name, parameters)
         return self._keep(layer, name, state, lambda: self._quantize(layer, name, parameters))
 
     @torch.no_grad()
@@ -160,7 +179,8 @@ class LowBitStore:
         weight: Any = getattr(layer, parameter)
         shard = weight.to_local()
         # A write to a shard raises one of the two versions.
-        state = (*self._training_state([weight]), shard.data_ptr(), shard._version, weight._version)
+        versions = (shard.data_ptr(), shard._version, weight._version)
+        state = _State(self._step_of([weight]), versions)
         return self._keep(layer, parameter, state, lambda: quantize_rows(weight, layer.scheme))
 
     def kept(self) -> dict[str, LowBitWeight]:
@@ -217,39 +237,35 @@ class LowBitStore:
         model = self._model_if_any()
         self._sharded = model is not None and _is_sharded(model)
 
-    def _keep(
-        self, layer: LowBitLayer, name: str, state: tuple[Any, ...], make: Callable[[], LowBitWeight]
-    ) -> LowBitWeight:
+    def _keep(self, layer: LowBitLayer, name: str, state: _State, make: Callable[[], LowBitWeight]) -> LowBitWeight:
         """The kept weight, if it was made in this `state`; otherwise a new one, which is kept."""
         of_layer = self._kept.setdefault(layer, {})
-        if name in of_layer and of_layer[name].state == state and state[0] is not None:
-            return of_layer[name].weight
+        kept = of_layer.pop(name, None)
+        if kept is None or kept.state != state or state.step == UNKNOWN:
+            del kept  # frees the old values before new ones are made
+            kept = _Kept(make(), state)
 
-        of_layer.pop(name, None)  # free the old values before making new ones
-        weight = make()
-        of_layer[name] = _Kept(weight, state)
-        return weight
+        of_layer[name] = kept
+        return kept.weight
 
-    def _state(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> tuple[Any, ...]:
-        """Changes whenever the low-bit weight may have changed; the first entry is `None` if nobody can tell."""
-        training = self._training_state(parameters)
-        depends_on = layer.depends_on(name)
+    def _state_of(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> _State:
+        """The state of the master weights that a low-bit weight would be made from now."""
+        step = self._step_of(parameters)
+        others = layer.depends_on(name)
         if self._sharded or any(map(_is_shard, parameters)):
             # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same
             # version, and ZeRO-3 puts it at another address in each forward.
-            return (*training, depends_on)
+            return _State(step, others)
 
         # Address and version are not enough: a new parameter may be at the address of a freed one, with its version.
         identities = tuple((WeakIdRef(param), param.data_ptr(), param._version) for param in parameters)
-        return (*training, depends_on, identities)
+        return _State(step, others, identities)
 
-    def _training_state(self, parameters: list[Any]) -> tuple[Any, ...]:
-        """
-        Number of optimizer steps for trained parameters, -1 for others; `None` if nobody tells the store of steps.
-        """
+    def _step_of(self, parameters: list[Any]) -> int:
+        """The last optimizer step that may have changed one of these parameters."""
         if not any(param.requires_grad for param in parameters):
-            return (-1,)
-        return (self._steps if self._is_told else None,)
+            return NOT_TRAINED
+        return self._steps if self._is_told else UNKNOWN
 
     def _sources(self, layer: Any, name: str) -> list[Any]:
         return [layer.get_parameter(source) for source in layer.sources_of(name)]

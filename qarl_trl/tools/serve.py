@@ -119,7 +119,8 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     source = check_run(model, args, {})
     # The engine's arguments depend on the layers of the policy, not on its weights.
     policy = skeleton(config_of(model, args), args)
-    quantize_policy(policy, args, source)
+    plan = args.quant_plan(None if source is None else source.plan())
+    quantize_policy(policy, args, plan)
 
     from_trl = {  # what TRL gives a colocated engine (`VLLMGeneration._init_vllm`)
         "model": model,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
@@ -42,7 +44,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     trainer.
 
     Args:
-        args: The arguments of the TRL trainer, by position or by name. Among them must be the config.
+        positional, named: The arguments of the TRL trainer. Among them must be `model`, and a config with
+            [`LowBitConfig`] as `args`.
 
     Raises:
         TypeError: if there is no config, or one without [`LowBitConfig`].
@@ -52,6 +55,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     args: Any
     model: Any
     vllm_generation: Any
+    _source: QuantizedSource | None  # the quantized checkpoint that the run starts from
+    _plan: QuantizationConfig | None  # which layers are quantized, and how
+    _weight_flips: WeightFlips  # compares the low-bit weights of two syncs
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
@@ -78,17 +84,18 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
-            quantize_policy(self.model, args, self._source)
+            quantize_policy(self.model, args, self._plan)
 
-        if self.low_bit is not None:
-            self.add_callback(_TellStore(self.low_bit))
+        if self.low_bit_store is not None:
+            self.add_callback(_TellStore(self.low_bit_store))
+            self.add_callback(_CheckLayers(self._check_layers_ran))
         engine = self.vllm_generation if args.has_engine else None
-        self.add_callback(StepClock(engine, self._log_value, self._flips, self._check_layers_ran))
+        self.add_callback(StepClock(engine, self._log_value, self._flips))
 
     # Low-bit weights -------------------------------------------------------------------------------------------------
 
     @property
-    def low_bit(self) -> LowBitStore | None:
+    def low_bit_store(self) -> LowBitStore | None:
         """The owner of the policy's low-bit weights; `None` with quantization off."""
         return find_store(self._unwrapped)
 
@@ -100,13 +107,13 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         return partial(load_master_weights, freeze=freeze, gemm=GEMMS[args.learner_kernel])
 
     def _flips(self) -> dict[str, float]:
-        if self.low_bit is None:
+        if self.low_bit_store is None:
             return {}
-        return self._weight_flips.update(self.low_bit.kept())
+        return self._weight_flips.update(self.low_bit_store.kept())
 
     def _check_layers_ran(self) -> None:
-        """After the first step: every low-bit layer of every process must have run."""
-        bypassed = [] if self.low_bit is None else self.low_bit.bypassed_layers()
+        """After the first step: every low-bit layer of every process must have trained."""
+        bypassed = [] if self.low_bit_store is None else self.low_bit_store.bypassed_layers()
         number = torch.tensor([len(bypassed)], device=self.accelerator.device)
         numbers = self.accelerator.gather(number)
         if numbers.any():  # on any process, so that all of them stop
@@ -120,7 +127,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _build_engine(self, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
         """Stands for TRL's `VLLMGeneration(model, ...)` in its constructor."""
-        quantize_policy(model, args, self._source)
+        quantize_policy(model, args, self._plan)
         return LowBitVLLMGeneration(
             model,
             quantization_config=quantization_config(model),
@@ -151,8 +158,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """
-        The Trainer's method, with the weights as they are: a callback may put others in for an evaluation (EMA), and
-        back.
+        The Trainer's method, with the weights as they are: an EMA callback may swap weights for an evaluation and
+        restore them.
         """
         self._weights_may_differ()
         try:
@@ -162,8 +169,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _weights_may_differ(self) -> None:
         """Make low-bit weights again, and let TRL sync the engine before it samples, also within an optimizer step."""
-        if self.low_bit is not None:
-            self.low_bit.forget()
+        if self.low_bit_store is not None:
+            self.low_bit_store.forget()
         if hasattr(self, "_last_loaded_step"):
             self._last_loaded_step = -1
 
@@ -180,7 +187,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         The Trainer's method, in which FSDP2 shards the model; from then on it gathers quantized values of low-bit
         weights.
         """
-        store = self.low_bit
+        store = self.low_bit_store
         if store is not None and self.accelerator.is_fsdp2:
             self._prepare_shards(store)
 
@@ -229,21 +236,20 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._metrics[self._mode][name].append(value)
 
 
-def quantize_policy(model: nn.Module, args: Any, source: QuantizedSource | None = None) -> None:
+def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:
     """
-    Give the policy its low-bit layers and, beside a CPU engine, that engine's operations.
+    Give the policy its low-bit layers, and what engine and ZeRO-3 ask of it then.
 
     The one place where a run is quantized: right before its engine starts, which needs the scheme of the layers;
-    without an engine at the end of TRL's constructor. A frozen base was quantized while it was loaded, and its
-    adapters are aligned here.
+    without an engine at the end of TRL's constructor.
 
     Args:
         model: The policy, with its adapter.
         args: The config of the run, with [`LowBitConfig`].
-        source: The quantized checkpoint that the run starts from, if any.
+        plan: Which layers are quantized, and how; `None`: none.
     """
-    plan = args.quant_plan(None if source is None else source.plan())
     if args.frozen:
+        # The layers were quantized while they were loaded, before the model had its adapter.
         from ..quant.frozen import align_adapters  # imports peft
 
         align_adapters(model)
@@ -254,7 +260,7 @@ def quantize_policy(model: nn.Module, args: Any, source: QuantizedSource | None 
 
     if _compat.is_zero3(args):
         _compat.fit_to_zero3(base_model(model))
-    if args.engine_ops_for(model.config):
+    if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
         use_engine_ops(model)
 
 
@@ -275,3 +281,15 @@ class _TellStore(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._store.weights_trained()
+
+
+class _CheckLayers(TrainerCallback):
+    """Calls `check` once, after the first step."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check: Callable[[], None] | None = check
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._check is not None:
+            self._check()
+        self._check = None

@@ -56,7 +56,7 @@ def _shards(model: str, folder: str) -> dict[str, int]:
     trainer.add_callback(gradients)
     trainer.train()
     state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
-    weights = trainer.low_bit.kept().values()
+    weights = trainer.low_bit_store.kept().values()
     return {
         "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
         "master weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),

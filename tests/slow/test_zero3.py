@@ -101,7 +101,7 @@ def _master_weights(trainer: Any) -> dict[str, Any]:
 
 
 def _stream(trainer: Any) -> dict[str, Any]:
-    return _bytes(trainer.low_bit.tensors(trainer._dist.gather_params))
+    return _bytes(trainer.low_bit_store.tensors(trainer._dist.gather_params))
 
 
 def _bytes(tensors: Any) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[s
     trainer.train()
     held = trainer.deepspeed.optimizer
     state = [t for of_piece in held.optimizer.state.values() for t in of_piece.values() if isinstance(t, torch.Tensor)]
-    weights = trainer.low_bit.kept().values()
+    weights = trainer.low_bit_store.kept().values()
     items = {
         "master weights": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
         "optimizer state": sum(t.nbytes for t in state),

@@ -112,7 +112,7 @@ def test_with_the_scheme_off_it_is_trls_trainer_bit_for_bit(model, tmp_path, nam
     ours = make(name, model, tmp_path / "ours", quant_scheme="none")
     ours.train()
 
-    assert ours.low_bit is None
+    assert ours.low_bit_store is None
     assert losses(ours) == losses(stock)
     expected = weights(stock)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(ours).items())
@@ -127,13 +127,13 @@ def test_it_trains_on_low_bit_weights_and_saves_what_the_forward_used(model, tmp
     trainer = make(name, model, tmp_path)
     start = weights(trainer)
     trainer.train()
-    assert trainer.low_bit.bypassed_layers() == []
+    assert trainer.low_bit_store.bypassed_layers() == []
     moved = [name for name, weight in weights(trainer).items() if not torch.equal(weight, start[name])]
     assert any("_proj" in name for name in moved)
 
     with torch.no_grad():
         trainer.model(torch.tensor([[3, 4, 5]]))
-    used = trainer.low_bit.kept()
+    used = trainer.low_bit_store.kept()
     trainer.save_model()
 
     stored = stored_tensors(tmp_path)

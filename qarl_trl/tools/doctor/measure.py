@@ -129,7 +129,7 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
             samples = in_fresh_process("the low-bit engine", sample, low_bit, *request, limit_s=LIMIT_S)
     rollout_only = logp_diff(model, samples, args.temperature)
 
-    quantize_policy(model, args)
+    quantize_policy(model, args, args.quant_plan())
     # In the precision of the run: without bf16 its learner does not round to it.
     learner = logp_diff(model, samples, args.temperature, bf16=args.bf16)
 

@@ -36,7 +36,7 @@ def resident_tensors(trainer):
         state += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
 
     quantized = []
-    for weight in trainer.low_bit.kept().values():
+    for weight in trainer.low_bit_store.kept().values():
         quantized += weight.tensors.values()
 
     sizes = {
