@@ -1,4 +1,4 @@
-"""A small model on disk and a trainer around it, for tests with a real engine and for stages on a GPU (no pytest here)."""
+"""A small model on disk and a trainer around it: for tests with a real engine, and without pytest for tests/gpu."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def _batches(samples: list[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _pad(batch: list[tuple[list[int], list[int], Any]]) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Token ids and attention mask `(B, T)`: prompts padded on the left, answers on the right. And the columns of prompts."""
+    """Token ids and mask `(B, T)`, prompts padded on the left, answers on the right; and the columns of prompts."""
     prompt_columns = max(len(prompt) for prompt, _, _ in batch)
     answer_columns = max(len(answer) for _, answer, _ in batch)
     ids = torch.zeros(len(batch), prompt_columns + answer_columns, dtype=torch.long)
