@@ -1,6 +1,6 @@
 """
-HSDP on a CPU, as recipes/accelerate/hsdp.yaml has it: four processes as two nodes, and two copies of the model, each cut
-in two.
+HSDP on a CPU, as recipes/accelerate/hsdp.yaml has it: four processes as two nodes, and two copies of the model, each
+cut in two.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from slow.isolated import isolated_group
-from slow.processes import FSDP2 as FSDP2
 from slow.processes import (
     FLOOR,
     as_arrays,
@@ -27,6 +26,7 @@ from slow.processes import (
     whole_arrays,
     whole_weights,
 )
+from slow.processes import FSDP2 as FSDP2
 from slow.toys import forge, logged, save_model, stored_tensors, sync
 
 
