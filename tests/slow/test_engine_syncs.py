@@ -37,7 +37,7 @@ LOST = {"mlp.down_proj": "mlp.down_proj", "self_attn.q_proj": "self_attn.qkv_pro
 
 
 def _one_engine(model: str, folder: str) -> dict[str, Any]:
-    """Scales at the start, after syncs and after a sleep; a generation; a sync of a sleeping engine, and incomplete ones."""
+    """Scales at the start, after syncs and after a sleep; a text; a sync of a sleeping engine, and incomplete ones."""
     from qarl_trl.rollout import sync_check
 
     results: dict[str, Any] = {}

