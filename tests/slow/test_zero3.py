@@ -41,7 +41,7 @@ Arrays = dict[str, np.ndarray]
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """DeepSpeed's operations: a process that is killed while it compiles leaves a lock, at which all later ones wait."""
+    """DeepSpeed's operations: a process that is killed while it compiles leaves a lock, and later ones wait for it."""
     isolated(compile_deepspeed)
 
 
@@ -171,7 +171,7 @@ def _of_one_process(model: str, weights: Arrays, peft_config: Any = None) -> Arr
 def _train_beside_engines(
     model: str, folder: str, changes: dict[str, Any], by_address: bool = False
 ) -> dict[str, Any]:
-    """A run whose store of low-bit weights knows that parameters are gathered, or takes them `by_address` for whole ones."""
+    """A run whose store knows that parameters are gathered, or takes them for whole and knows weights `by_address`."""
     from qarl_trl.quant import store
 
     rounded = _watch_gradients()

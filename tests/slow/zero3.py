@@ -1,8 +1,8 @@
 """
 DeepSpeed ZeRO-3 in two processes on a CPU, as `accelerate launch` sets it up: a trainer, and what to compare.
 
-Two things are bent: accelerate names no backend where there is no GPU (here it is gloo), and the Trainer takes bfloat16
-without `use_cpu` on GPUs only.
+Two things are bent: accelerate names no backend where there is no GPU (here it is gloo), and the Trainer takes
+bfloat16 without `use_cpu` on GPUs only.
 """
 
 from __future__ import annotations
