@@ -115,6 +115,7 @@ def random_kill(rng: random.Random, engine: bool) -> Kill:
 
 def _start(model: str, folder: Path, engine: bool, changes: dict[str, Any]) -> tuple[Any, Any]:
     """The process of a run, and the pipe by which it says what it does."""
+    # The fork server keeps the environment of its start.
     os.environ.update(ENVIRONMENT)
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -122,6 +123,7 @@ def _start(model: str, folder: Path, engine: bool, changes: dict[str, Any]) -> t
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_train, args=(sender, model, str(folder), engine, changes, dict(os.environ)))
     process.start()
+    # As long as this end is open here, the end of the run would not end the pipe.
     sender.close()
     return process, receiver
 
@@ -144,6 +146,7 @@ def _follow(receiver: Any, kill: Kill | None, outcome: dict[str, Any]) -> bool:
             outcome[what] = value
             continue
 
+        # Everything else is the begin of a phase, with its step.
         outcome["phase"] = what
         outcome["step"] = value
         if kill is None or what != kill[0]:
@@ -182,6 +185,7 @@ def _train(
     from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
     from qarl_trl.export.files import READ_BY_ENGINE
 
+    # A group of its own, so that a kill reaches also what the run starts.
     os.setpgrp()
     os.environ.update(environment)
     choose_arithmetic()
@@ -197,6 +201,7 @@ def _train(
     sender.send(("end", trainer.state.global_step))
     trainer.save_model()
 
+    # What a user would serve: the folder also has checkpoints and the log.
     files = {}
     for pattern in READ_BY_ENGINE:
         for path in Path(folder).glob(pattern):
@@ -215,6 +220,7 @@ def _print_into(folder: Path) -> None:
 def _announce_phases(trainer: Any, engine: bool, sender: Any) -> None:
     from qarl_trl.checkpoints import saving
 
+    # By the module that calls it: it imported the function by name.
     _announce(trainer, saving, "rotate", "rotate", sender)
     _announce(trainer, trainer, "_load_from_checkpoint", "resume", sender)
     _announce(trainer, trainer, "training_step", "train", sender)
@@ -267,5 +273,6 @@ def digests(trainer: Any) -> dict[str, str]:
 def _digest(tensor: Any) -> str:
     import torch
 
+    # As bytes, because numpy has no bfloat16.
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data).hexdigest()

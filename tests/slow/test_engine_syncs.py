@@ -55,6 +55,7 @@ def _one_engine(model: str, folder: str) -> dict[str, Any]:
         engine.sync_weights()
         results[when] = _scales(engine.llm)
 
+    # A sleep drops the memory of the weights, and the engine wakes with whatever is in it.
     _overwrite_as_sleep_does(engine.llm)
     engine.sync_weights()
     results["sync after a sleep"] = _scales(engine.llm)
@@ -174,6 +175,7 @@ def _sync_biases(model: str, folder: str) -> list[dict[str, bool]]:
     """Weight syncs into an engine whose kernel puts biases, reordered, into new tensors, as Marlin does on GPUs."""
     from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
 
+    # The engine calls it when it starts, and again at the end of each reload.
     process = CPUWNA16LinearKernel.process_weights_after_loading
 
     def process_like_marlin(kernel: Any, layer: torch.nn.Module) -> None:

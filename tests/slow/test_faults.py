@@ -56,6 +56,7 @@ def _generate(trainer: Any, *prompt_ids: list[int]) -> Any:
 
 def _engine_faults(model: str, folder: str) -> dict[str, Any]:
     """What a trainer says of each fault of its engine. The faults come one after the other, in the same engine."""
+    # One update, so that a run is one sync, one rollout and one loss.
     trainer = make_trainer(model, Path(folder), steps_per_generation=1, max_steps=1)
     results: dict[str, Any] = {}
     results |= _second_train(trainer)
@@ -72,6 +73,7 @@ def _accept_again(trainer: Any) -> None:
 
 
 def _second_train(trainer: Any) -> dict[str, float]:
+    # TRL counts syncs by the step, which begins at 0 again: a second train of its own samples from the last weights.
     trainer.train()
     trainer.train()
     mismatch = _last_mismatch(trainer)
@@ -184,7 +186,7 @@ def test_nothing_is_sampled_from_an_engine_in_which_something_failed(tmp_path):
     print(results)
 
     assert results["mismatch in a second train"] < 1e-6
-    assert results["the same by TRL"] > 1e-3  # control: TRL does not sync before the first rollout of a second train
+    assert results["the same by TRL"] > 1e-3  # control
 
     assert "the engine gave NaN to 100% of the tokens" in results["NaN in the engine"]
     assert results["mismatch that was logged"] == 0  # control: NaN looks like an engine without any mismatch
@@ -208,6 +210,7 @@ def test_nothing_is_sampled_from_an_engine_in_which_something_failed(tmp_path):
 
 def _one_of_two(model: str, folder: str) -> dict[str, Any]:
     """The second process has a fault; what each says, and after how many seconds."""
+    # Two processes on two cores.
     torch.set_num_threads(1)
     second = os.environ["RANK"] == "1"
     without_engine = partial(_without_engine, model, folder)

@@ -43,6 +43,7 @@ def _train(model: str, folder: Path, nodes: int, loading: dict[str, Any]) -> dic
     """What four processes on some nodes train in an update of two micro-batches."""
     from accelerate import accelerator
 
+    # As `accelerate launch` says it to the processes.
     os.environ["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(nodes)
     os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(4 // nodes)
     prepare_data_loader = accelerator.prepare_data_loader
@@ -77,6 +78,7 @@ def _train(model: str, folder: Path, nodes: int, loading: dict[str, Any]) -> dic
 def _record_gradients(trainer: Any) -> list[dict[str, np.ndarray]]:
     """The whole gradients after each backward that begins from now on."""
     recorded = []
+    # The Trainer clips and zeroes them after the last one.
     backward = trainer.accelerator.backward
 
     def recording(*args: Any, **kwargs: Any) -> None:
@@ -108,7 +110,8 @@ def test_two_nodes_train_one_model(tmp_path):
 
     assert two["placements"] == {"(Replicate(), Shard(dim=0))"}
     assert flat["placements"] == {"(Shard(dim=0),)"}
-    assert two["packed"] == flat["packed"] == 7  # not gathered weights
+    # All 7 layers of the block gather quantized values, not weights.
+    assert two["packed"] == flat["packed"] == 7
     for other in ranks[1:]:
         assert same(two["master_weights"], other["two"]["master_weights"])
 

@@ -73,6 +73,8 @@ def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict
 def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engines, most, kernel):
     changes = {"vllm_tensor_parallel_size": 2 // engines, "seed": 1, "quant_kernel": kernel}
     if kernel == "dequant":
+        # Learner and engine round at different places anyway. FSDP2 gathers no quantized values for the engine's gemm,
+        # which keeps its own form of them.
         changes["learner_ops"] = "stock"
 
     first, second = isolated_group(_train, 2, save_model(tmp_path / "model"), str(tmp_path / "run"), fsdp, changes)
@@ -81,6 +83,7 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
     assert same(first["sent"], second["sent"])
     assert same(first["sent"], as_bytes(stored_tensors(tmp_path / "run").items()))
     assert first["moved"] == len(first["master_weights"])
+    # 7 layers in each of 2 blocks.
     assert first["packed"] == (14 if kernel == "dequant" else 0)
     for process in (first, second):
         assert len(process["logp_diffs"]) == 2
@@ -241,6 +244,7 @@ def _train_sharded(model: str, folder: str, gather_quantized: bool) -> dict[str,
     """A run whose forward gathers quantized values, or whole weights."""
     changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "gradient_checkpointing": True}
     trainer = trainer_of_two(model, folder, True, max_steps=2, seed=1, **changes)
+    # Then FSDP2 gathers what it gathers of any model.
     whole_weights_instead = patch("qarl_trl.quant.store.gather_quantized", lambda *_: None)
     with nullcontext() if gather_quantized else whole_weights_instead:
         trainer.train()
@@ -258,6 +262,7 @@ def test_a_run_by_gathered_quantized_is_a_run_by_gathered_weights(tmp_path):
     quantized, _ = isolated_group(_train_sharded, 2, model, str(tmp_path / "quantized"), True)
     weights, _ = isolated_group(_train_sharded, 2, model, str(tmp_path / "weights"), False)
 
+    # Four layers of attention, and the two stacks of the experts.
     assert (quantized["packed"], weights["packed"]) == (4 + 2, 0)
     assert quantized["rows"] == weights["rows"]
     assert len(quantized["rows"]) == 2

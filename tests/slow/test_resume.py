@@ -27,6 +27,7 @@ def test_a_run_killed_while_it_syncs_saves_and_trains_ends_in_the_same_bits(tmp_
     folder = tmp_path / "killed"
     straight = run(model, tmp_path / "straight", engine=True)
 
+    # Each start continues from the last checkpoint of the one before.
     for kill in (("sync", 2, 0.01), ("save", 2, 0.05), ("train", 2, 0.02)):
         outcome = run(model, folder, engine=True, kill=kill)
         assert outcome["killed"]
@@ -68,6 +69,7 @@ def _signal_in_rollout(trainer: Any) -> None:
 def test_a_signal_to_one_process_stops_all_of_them_together(tmp_path):
     model = save_model(tmp_path / "model", layers=1)
     folder = tmp_path / "run"
+    # "auto" in an empty folder is a start.
     straight = isolated_group(_train_until_signal, 2, model, str(tmp_path / "straight"), "auto")
 
     stopped = isolated_group(_train_until_signal, 2, model, str(folder), None)

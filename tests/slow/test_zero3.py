@@ -61,6 +61,7 @@ def _train(
     trainer = trainer_of_two(model, folder, zero3, False, **changes)
     _draw_adapter(trainer)
 
+    # Before the first update, so that both ways of loading are compared, too.
     results = {"synced": low_bit_bytes(trainer), "start": whole_parameters(trainer)}
     calls = count_quantizations(trainer)
     callback = _NaNInTheLastUpdate(trainer)
@@ -133,6 +134,7 @@ def _train_in_two(model: str, folder: Path, zero3: bool, lora: bool, pieces: boo
     """The run of the first of two processes, after checks that both agree and that NaN reached no weight."""
     changes = {"use_vllm": False, "max_completion_length": 8, "learner_ops": "stock"}
     run = (model, str(folder), zero3, lora, changes, pieces)
+    # Short, because a collective that only one process enters would wait for half an hour.
     first, second = isolated_group(_train, 2, *run, timeout=100)
 
     assert same(first["master_weights"], second["master_weights"])
@@ -226,13 +228,15 @@ def test_engines_get_what_one_process_makes_of_the_master_weights(tmp_path, kind
     stored = stored_tensors(run / "low_bit" if kind == "lora" else run)
     assert same(first["sent"], as_bytes(stored.items()))
     assert same(first["sent"], _of_one_process(model, first["master_weights"], **changes))
+    # Control: this is no comparison of things that hardly depend on the master weights.
     moved = {name: weight * 1.01 for name, weight in first["master_weights"].items()}
-    assert not same(first["sent"], _of_one_process(model, moved, **changes))  # control
+    assert not same(first["sent"], _of_one_process(model, moved, **changes))
 
     assert len(first["logp_diffs"]) == 2
     assert max(first["logp_diffs"]) < FLOOR
     assert first["ratios"][0] == (1, 1)
     assert first["ratios"][1] != (1, 1)
+    # Once an update: 7 layers in each of 2 blocks. Between two updates of a rollout batch only adapted layers change.
     assert first["calls"] == {"dense": [14] * 4, "lora": [14, 10] * 2}[kind]
     assert first["rounded"] == [False] * 4  # reduced in float32
 
@@ -317,6 +321,7 @@ def _train_and_measure(model: str, folder: str, adapter: Any) -> tuple[dict[str,
         "gradients": optimizer.grad_partitions_flat_buffer.nbytes,
         "quantized values": _low_bit_size(trainer.low_bit),
     }
+    # DeepSpeed's bucket is a setting, and does not grow with the model.
     together = sum(size for address, size in _storages().items() if address not in before)
     bucket = sum(bucket.buffer.nbytes for bucket in optimizer.ipg_buckets.values())
     return items, {"together": together, "bucket": bucket, "step": peaks[-1]}

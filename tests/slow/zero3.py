@@ -48,6 +48,7 @@ def trainer_of_two(
 ) -> Any:
     """The trainer of one of two processes, under ZeRO-3 with DeepSpeed's `settings`, or under DDP."""
     torch.set_num_threads(1)
+    # DeepSpeed cuts the matrices that Muon needs whole, and clips by a rounded reciprocal of the norm (dev/memory.md).
     arguments: dict[str, Any] = {"bf16": bf16, "optim_muon": False, "max_grad_norm": 1e9}
     if zero3:
         _launch(Path(f"{folder}_{os.environ['RANK']}.json"), bf16, settings)
@@ -87,6 +88,7 @@ def whole_parameters(trainer: Any) -> dict[str, np.ndarray]:
 
 def master_weights(trainer: Any) -> dict[str, np.ndarray]:
     """What the optimizer steps, in float32, also where the parameters are its bfloat16 copies. Collective."""
+    # With an adapter the base has no master weights.
     trained = [(name, p) for name, p in trainer._unwrapped.named_parameters() if p.requires_grad]
     if trainer._dist.is_zero3:
         from deepspeed.utils import safe_get_full_fp32_param
@@ -107,6 +109,7 @@ def count_quantizations(trainer: Any) -> list[int]:
     from qarl_trl.quant import store
 
     calls = [0]
+    # Nobody but the store quantizes whole weights.
     quantize_weight = store.quantize_weight
 
     def counted(*args: Any) -> Any:
