@@ -60,6 +60,7 @@ def shard_on_cpu() -> None:
 
 def trainer_of_two(model: str, folder: str, fsdp: bool, **changes: Any) -> Any:
     """The trainer of one of two processes, under FSDP2 or DDP."""
+    # Two processes on two cores.
     torch.set_num_threads(1)
     if fsdp:
         os.environ.update(FSDP2)
@@ -117,6 +118,7 @@ def count_packed(trainer: Any) -> int:
     """Of how many master weights FSDP2 gathers quantized values."""
     from qarl_trl.quant.gathers import MasterShard
 
+    # Below the `DTensor`, which every parameter is under FSDP2.
     count = 0
     for parameter in trainer.model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -61,6 +61,7 @@ def start(place: dict[str, Any], *options: str) -> AbstractContextManager[subpro
         *("--vllm_server_port", str(place["port"])),
         *options,
     ]
+    # vLLM would bind the threads of each rank to cores, of which the trainer needs some.
     environment = os.environ | ENVIRONMENT | {"VLLM_API_KEY": KEY, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return serving(place, command, environment)
 
@@ -69,6 +70,7 @@ def start(place: dict[str, Any], *options: str) -> AbstractContextManager[subpro
 def serving(place: dict[str, Any], command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen]:
     """A server that starts; it ends with the block, or before."""
     with _log(place).open("a") as log:
+        # In a session of its own, so that the kill of its group ends its engine, too.
         process = subprocess.Popen(
             command, start_new_session=True, stdout=log, stderr=subprocess.STDOUT, env=environment
         )
@@ -160,6 +162,7 @@ def sampled_tokens(place: dict[str, Any]) -> float:
 
 def over_there(place: dict[str, Any], key: str | None = KEY, **changes: Any) -> dict[str, Any]:
     """Settings of a trainer whose engine is the server."""
+    # A trainer reads the key from the environment.
     os.environ.pop("VLLM_API_KEY", None)
     if key is not None:
         os.environ["VLLM_API_KEY"] = key
@@ -212,6 +215,7 @@ def amid_a_sync(act: Callable[[int], None]) -> None:
 
 
 def _lease(file: Path, act: Callable[[int], None]) -> None:
+    # A lease lasts as long as the file is open. One for writing also holds back those who open the file to read.
     descriptor = os.open(file, os.O_RDWR)
 
     def let_go(*_: Any) -> None:
@@ -224,6 +228,7 @@ def _lease(file: Path, act: Callable[[int], None]) -> None:
 
 def kill_amid_a_generation(place: dict[str, Any]) -> None:
     """Kill the server as soon as it has sampled some tokens more."""
+    # From the server's own metrics: only they tell that a generation is under way.
     before = sampled_tokens(place)
 
     def watch() -> None:

@@ -163,6 +163,7 @@ def _compare_samples(trainer: Any, number: int) -> dict[str, Any]:
 
     # The decoder, which a causal language model wraps, and peft once more.
     decoder = next(module for module in trainer.model.modules() if hasattr(module, "rotary_emb"))
+    # For the control: the rest of the learner keeps the engine's operations.
     decoder.set_attn_implementation("sdpa")
     stock = learner_logprobs(trainer.model, samples[:16])
     decoder.set_attn_implementation(ATTENTION)
@@ -182,6 +183,7 @@ def _sync_another_and_back(trainer: Any) -> tuple[Any, Any]:
     engine = trainer.vllm_generation
     trained = _copy_parameters(trainer.model, trained=True)
 
+    # Far enough for other greedy answers.
     _write(trainer.model, {name: value + 0.02 * torch.randn_like(value) for name, value in trained.items()})
     engine.sync_weights()
     answers_of_other = engine_logprobs(engine.llm)

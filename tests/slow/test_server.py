@@ -114,6 +114,7 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
     trainer = make_trainer(place["model"], Path(place["folder"], f"run-{server}"), adapter, **changes)
     randomize_adapter(trainer.model)
 
+    # The sync check asks a server through the engine of the trainer.
     engine = trainer.vllm_generation
     llm = engine if server else engine.llm
     tokens = engine.sync_check.token_ids
@@ -191,7 +192,7 @@ def _train_beside_another(place: dict[str, Any]) -> dict[str, Any]:
     logp_diffs = logged(trainer, "mismatch/logp_diff_max")
     master_weights = digests(trainer)
 
-    # Only the main process asks the server for its version.
+    # Only the main process asks the server for its version, and the other must hear what it was told.
     engine = trainer.vllm_generation
     if trainer.accelerator.is_main_process:
         engine.vllm_client.version = "another"
@@ -350,7 +351,8 @@ class _Faults:
         self.results["mixed"] = self.sample()
 
         self.engine._iter_named_params = stream
-        self.results["spoilt"] = self.sync()  # vLLM's reload would go on with what that one had buffered
+        # vLLM's reload would go on with what that one had buffered.
+        self.results["spoilt"] = self.sync()
 
 
 def _run_faults(place: dict[str, Any]) -> dict[str, str]:
@@ -358,7 +360,8 @@ def _run_faults(place: dict[str, Any]) -> dict[str, str]:
     faults.before_and_after_a_sync()
     faults.lose_a_sync()
 
-    command, environment = command_of(place["pid"])  # vLLM's own server, without the way there
+    # Of vLLM's own server, without the way there.
+    command, environment = command_of(place["pid"])
     faults.kill_the_server()
     with serving(place, command, environment) as restarted:
         wait_for(restarted, place)

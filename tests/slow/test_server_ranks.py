@@ -74,7 +74,8 @@ def _sync_that_one_rank_cannot_read(trainer: Any, place: dict[str, Any]) -> dict
     set_limit = partial(resource.prlimit, rank_of(place, "Worker_TP1"), resource.RLIMIT_NOFILE)
     before = set_limit()
     _, hard = before
-    set_limit((3, hard))  # it can open no file more
+    # It can open no file more: descriptors 0 to 2 are taken.
+    set_limit((3, hard))
     return _sync_and_sample(trainer, lambda: set_limit(before))
 
 
@@ -85,12 +86,13 @@ def _sync_that_is_cut_short(trainer: Any) -> dict[str, Any]:
 
 
 def _sync_and_sample(trainer: Any, repair: Callable[[], Any] = lambda: None) -> dict[str, Any]:
-    """What a process says of a sync, and of a generation after it as if nobody had seen that the sync failed."""
+    """What a process says of a sync that fails and of a generation after it, and what version each rank then holds."""
     engine = trainer.vllm_generation
     engine._failed = None
     of_sync = outcome(engine.sync_weights)
     repair()
 
+    # As if nobody had seen that: the server itself must know.
     engine._failed = None
     versions = []
     if trainer.accelerator.is_main_process:
@@ -137,6 +139,7 @@ def _check_syncs(model: str, kept: Path, master_weights: dict[str, np.ndarray]) 
     from qarl_trl.quant import apply_quantization
 
     alone = apply_quantization(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), "W4A16")
+    # The first sync comes before the first update; the third was asked for after the last one.
     first = _sync_of_one_process(alone, kept / "1")
 
     alone.load_state_dict(as_tensors(master_weights))
@@ -164,6 +167,7 @@ def _sync_of_one_process(alone: torch.nn.Module, kept: Path) -> dict[str, torch.
 def _sync_and_kill_the_engine(place: dict[str, Any]) -> list[str]:
     """What a trainer says of a sync in which the engine is killed, of a generation after it, and of a second one."""
     engine = trainer_of(place, verify_sync="off", vllm_tensor_parallel_size=2).vllm_generation
+    # Before it dies: then nothing has its name.
     pid = rank_of(place)
     amid_a_sync(lambda last: os.kill(pid, signal.SIGKILL))
 

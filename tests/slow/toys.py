@@ -89,6 +89,7 @@ def save_gptq(model: str, folder: Path) -> str:
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
 
+    # The model is random, so random tokens calibrate it as well as any text.
     torch.manual_seed(0)
     rows = torch.randint(2, 2 + len(CHARACTERS), (16, 32))
     columns = {"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()}
@@ -204,6 +205,7 @@ def sample(llm: Any, number: int, tokens: int = 48, ignore_eos: bool = False) ->
     """Samples of `number` prompts, which have three lengths, of at most `tokens` tokens each."""
     from vllm import SamplingParams
 
+    # `logprobs=0`: of the sampled token alone.
     params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, ignore_eos=ignore_eos)
     texts = [row["prompt"][i % 3 :] for i, row in enumerate(prompts(number))]
 
@@ -234,6 +236,7 @@ def learner_logprobs(model: torch.nn.Module, samples: list[tuple[list[int], list
         answers = ids[:, prompt_columns:, None]
         of_answers = predictions.gather(-1, answers).squeeze(-1)
 
+        # Without the columns after the end of each answer.
         for row, (_, answer, _) in enumerate(batch):
             logps.append(of_answers[row, : len(answer)].cpu())
     return logps
@@ -288,6 +291,7 @@ def engine_logprobs(llm: Any, number: int = 6) -> tuple[list[list[int]], list[li
     """Greedy tokens of a few prompts and the log-probabilities of prompt and answer, as the engine gives them."""
     from vllm import SamplingParams
 
+    # Answers of one length, whatever the weights are: two engines are compared token by token.
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, prompt_logprobs=0, ignore_eos=True)
     texts = [row["prompt"] for row in prompts(number)]
 
