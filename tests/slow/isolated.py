@@ -105,7 +105,8 @@ def _run(function: Callable[..., Any], args: tuple, environments: list[dict[str,
 
 
 def _context() -> Any:
-    if torch.cuda.is_available():  # a fork could not use CUDA if one of the imports has
+    # A fork could not use CUDA if one of the preloaded modules has used it.
+    if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
 
     context = multiprocessing.get_context("forkserver")
@@ -132,7 +133,8 @@ def _collect(name: str, children: list[_Child], timeout: float) -> list[Any]:
         for rank, child in enumerate(children):
             if rank not in results:
                 rank_of[child.receiver] = rank
-                rank_of[child.process.sentinel] = rank  # it may end and send nothing
+                # A process may end and send nothing.
+                rank_of[child.process.sentinel] = rank
 
         ready = wait(list(rank_of), max(0.0, deadline - time.monotonic()))
         if not ready:

@@ -87,7 +87,8 @@ def run(
         _kill_group(process)
 
     outcome["code"] = process.exitcode
-    if process.exitcode == 0:  # it was faster than the kill
+    # The run was faster than the kill.
+    if process.exitcode == 0:
         outcome["killed"] = False
 
     if not outcome["killed"] and outcome["digests"] is None:

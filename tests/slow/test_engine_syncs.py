@@ -82,7 +82,8 @@ def _overwrite_as_sleep_does(llm: Any) -> None:
 
     model = _vllm.engine_model(llm)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if "rotary" not in name:  # a buffer that is none of the weights: vLLM saves it
+        # The rotary cache is a buffer and none of the weights, and vLLM saves it.
+        if "rotary" not in name:
             tensor.fill_(-1)
 
 
@@ -161,7 +162,8 @@ def test_an_incomplete_sync_stops_the_run(engine):
     """Also one that lacks a part of a merged layer, which vLLM loads without a word."""
     messages = engine["incomplete"]
 
-    assert messages.keys() == LOST.keys()  # control: a whole one passes
+    # Control: a whole stream passes.
+    assert messages.keys() == LOST.keys()
     for lost, merged in LOST.items():
         tensors = 3 if lost == merged else 2
         assert f"kept old values for {tensors} tensors" in messages[lost]
@@ -188,7 +190,8 @@ def _sync_biases(model: str, folder: str) -> list[dict[str, bool]]:
 
         trainer = make_trainer(model, Path(folder), verify_sync="off")
         layer = _vllm.engine_model(trainer.vllm_generation.llm).get_submodule("model.layers.0.self_attn.qkv_proj")
-        captured_bias = layer.bias.data  # what a CUDA graph would have
+        # The memory that a CUDA graph would read.
+        captured_bias = layer.bias.data
         return [
             _sync_biases_once(trainer, layer, captured_bias, _vllm._keep_biases),
             _sync_biases_once(trainer, layer, captured_bias, lambda *_: None),

@@ -234,19 +234,22 @@ def test_the_learner_gives_the_engines_log_probs_bit_for_bit(outcome):
     # sums depend on the number of rows; the logit of one unlikely token is then a step away.
     assert samples["differ"] < 2e-3
     assert samples["largest"] < 1e-5
-    assert samples["stock_attention_differs"] > 0.9  # control: one operation that rounds elsewhere
+    # Control: one operation that rounds elsewhere.
+    assert samples["stock_attention_differs"] > 0.9
 
 
 def test_syncing_a_then_b_then_a_gives_the_first_answers_bit_for_bit(outcome):
     _, _, result = outcome
 
     assert result["answers_again"] == result["answers"]
-    assert result["answers_of_other"] != result["answers"]  # control: the engine does follow a weight sync
+    # Control: the engine does follow a weight sync.
+    assert result["answers_of_other"] != result["answers"]
 
 
 def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(outcome):
     kind, folder, result = outcome
-    if kind in FAMILIES:  # the bytes of their file are compared above, the way a file is read by their schemes
+    # The bytes of their files are compared above, and how vLLM reads a file is tested with their schemes.
+    if kind in FAMILIES:
         return
 
     saved = folder / "saved" / "low_bit" if kind == "lora" else folder / "saved"

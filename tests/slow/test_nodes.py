@@ -118,7 +118,8 @@ def test_two_nodes_train_one_model(tmp_path):
     # Sums of bfloat16 (8 bits) in float32 (24) are nearly always exact in any order: 4e-10 measured, 12 of 623,488
     # entries.
     assert _distance(two["gradients"], flat["gradients"]) < 1e-8
-    assert _distance(twins["gradients"], flat["gradients"]) > 0.1  # control
+    # Control: gradients of other rows.
+    assert _distance(twins["gradients"], flat["gradients"]) > 0.1
 
     _check_saved(model, tmp_path / "two", two["master_weights"])
 
@@ -138,4 +139,5 @@ def _check_saved(model: str, saved: Path, master_weights: dict[str, np.ndarray])
     assert stored.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(stored[name], tensor)
-    assert not all(torch.equal(start[name], tensor) for name, tensor in expected.items())  # control: it was trained
+    # Control: it was trained.
+    assert not all(torch.equal(start[name], tensor) for name, tensor in expected.items())

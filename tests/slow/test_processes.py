@@ -63,8 +63,10 @@ def _train(model: str, folder: str, fsdp: bool, changes: dict[str, Any]) -> dict
 @pytest.mark.parametrize(
     ("fsdp", "engines", "most", "kernel"),
     [
-        (False, 2, 1e-6, "engine"),  # bit for bit, but for the two formulas of a log-softmax
-        (True, 2, FLOOR, "dequant"),  # as on a GPU: FSDP2 gathers quantized values, also for the sync check
+        # Bit for bit, but for the two formulas of a log-softmax.
+        (False, 2, 1e-6, "engine"),
+        # As on a GPU: FSDP2 gathers quantized values, also for the sync check.
+        (True, 2, FLOOR, "dequant"),
         # Half a matrix product in each process, rounded before the halves are added. FSDP2 casts what a block is given
         # to bfloat16, and the engine's residual sums are float32.
         (True, 1, FLOOR, "engine"),
@@ -96,7 +98,8 @@ def _load_reference(model: str, folder: str) -> tuple[int, dict[str, np.ndarray]
     """Bytes of the policy in this process before FSDP2 cuts it, and the whole reference model."""
     trainer = trainer_of_two(model, folder, True, use_vllm=False, beta=0.1)
 
-    sizes = {}  # by address, since tied parameters share their memory
+    # By address, since tied parameters share their memory.
+    sizes = {}
     for parameter in trainer.model.parameters():
         storage = parameter.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
@@ -198,7 +201,8 @@ def test_uneven_shards_resume_bit_for_bit(tmp_path):
     assert same(straight, again)
     experts = "model.layers.0.mlp.experts"
     stored = stored_tensors(half)[f"{experts}.2.down_proj.weight"].numpy()
-    assert not (stored == straight[f"{experts}.down_proj"][2]).all()  # control: it was trained after the checkpoint
+    # Control: it was trained after the checkpoint.
+    assert not (stored == straight[f"{experts}.down_proj"][2]).all()
     low_bit = stored_tensors(half / "low_bit")
     for name, tensor in iter_low_bit_weights(_quantized(half)):
         assert torch.equal(low_bit[name], tensor)

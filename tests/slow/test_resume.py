@@ -37,7 +37,8 @@ def test_a_run_killed_while_it_syncs_saves_and_trains_ends_in_the_same_bits(tmp_
     assert stopped["code"] == EXIT_CODE
 
     last = run(model, folder, engine=True)
-    assert last["resumed"]  # control: it did not begin anew
+    # Control: it did not start from the beginning.
+    assert last["resumed"]
     assert last["digests"] == straight["digests"]
 
 

@@ -118,7 +118,8 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
     engine = trainer.vllm_generation
     llm = engine if server else engine.llm
     tokens = engine.sync_check.token_ids
-    random = engine.sync_check.before  # of a server that an earlier run synced to, nothing
+    # `None` beside a server that an earlier run synced to.
+    random = engine.sync_check.before
     engine.sync_weights()
     first = engine_logps(llm, tokens)
     trainer.train()
@@ -159,9 +160,12 @@ def test_a_run_through_a_server_is_the_colocated_one(server):
     remote, adapted = isolated(_train_twice, server)
 
     assert remote["syncs"] >= 3
-    assert remote["first"] == colocated["first"]  # all bits of 62 log-probs of the same weights
-    assert remote["random"] != remote["first"] != remote["last"]  # control: they are of the weights
-    assert max(remote["logp_diffs"]) < 1e-6  # as tests/slow/test_mismatch.py
+    # All bits of 62 log-probs of the same weights.
+    assert remote["first"] == colocated["first"]
+    # Control: they are of the weights.
+    assert remote["random"] != remote["first"] != remote["last"]
+    # As in tests/slow/test_mismatch.py.
+    assert max(remote["logp_diffs"]) < 1e-6
     assert max(colocated["logp_diffs"]) < 1e-6
 
     # 4.1 bits a weight: quantized values, and a scale of 16 bits for 128 of them.
@@ -174,7 +178,8 @@ def test_a_run_through_a_server_is_the_colocated_one(server):
     assert max(adapted["logp_diffs"]) < 1e-6
     assert adapted["names"] == remote["names"]
     assert adapted["bytes"] == remote["bytes"]
-    assert remote["first"] != adapted["first"] != adapted["last"]  # control: with the adapter, which was trained
+    # Control: the adapter takes part, and was trained.
+    assert remote["first"] != adapted["first"] != adapted["last"]
 
     assert remote["left"] == adapted["left"] == []
 
@@ -300,7 +305,8 @@ class _Faults:
         self.results: dict[str, str] = {}
 
     def sample(self, number: int = 4) -> str:
-        self.engine._failed = None  # each fault by itself
+        # Each fault by itself.
+        self.engine._failed = None
         return outcome(self._sample, number)
 
     def _sample(self, number: int) -> None:
@@ -377,9 +383,11 @@ def test_no_answer_of_other_weights_is_trained_on(server):
     (left,) = Path(server["folder"], "syncs").iterdir()
 
     results = isolated(_run_faults, server)
-    shutil.rmtree(left)  # not before the server has read it
+    # Only now has the server read it.
+    shutil.rmtree(left)
 
-    assert results["left"] == left.name  # the server read on
+    # The server read on after the death of the trainer.
+    assert results["left"] == left.name
     assert "must hold version None" in results["unsynced"]
     for name in ("sync", "ok", "lost", "resync", "healthy"):
         assert results[name] == "no error", name

@@ -108,7 +108,8 @@ def test_shards_of_a_learner_sync_to_two_ranks_of_a_server(two_ranks):
 
     assert first["logp_diffs"] == second["logp_diffs"]
     assert len(first["logp_diffs"]) == 2
-    assert max(first["logp_diffs"]) < FLOOR  # as of a colocated engine of two ranks; measured 0.0069
+    # As beside a colocated engine of two ranks; measured 0.0069.
+    assert max(first["logp_diffs"]) < FLOOR
     _check_syncs(two_ranks["model"], Path(two_ranks["folder"], "kept"), first["master_weights"])
 
     # One rank missed a weight sync, then both, each in its own answer.
@@ -144,7 +145,8 @@ def _check_syncs(model: str, kept: Path, master_weights: dict[str, np.ndarray]) 
 
     alone.load_state_dict(as_tensors(master_weights))
     third = _sync_of_one_process(alone, kept / "3")
-    assert not all(torch.equal(tensor, third[name]) for name, tensor in first.items())  # control: it was trained
+    # Control: it was trained.
+    assert not all(torch.equal(tensor, third[name]) for name, tensor in first.items())
 
 
 def _sync_of_one_process(alone: torch.nn.Module, kept: Path) -> dict[str, torch.Tensor]:
@@ -183,4 +185,5 @@ def test_an_engine_killed_amid_a_sync_stops_its_server(two_ranks):
 
     assert "refused /qarl_load (500): RuntimeError: The engine of this server died" in killed
     assert "nothing may be sampled from it" in after
-    assert "RuntimeError" in again or "ConnectionError" in again  # on its way down, or gone
+    # The server is on its way down, or gone.
+    assert "RuntimeError" in again or "ConnectionError" in again

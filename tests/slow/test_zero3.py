@@ -52,7 +52,8 @@ def _train(
     model: str, folder: str, zero3: bool, lora: bool, changes: dict[str, Any], pieces: bool = False
 ) -> dict[str, Any]:
     """A run whose last update has a gradient of NaN in the second process; `pieces` keeps hooks around each module."""
-    if lora:  # without checkpointing, nothing but `_compat.fit_to_zero3` makes the first layer's input need a gradient
+    # Without checkpointing, nothing but `_compat.fit_to_zero3` makes the first layer's input need a gradient.
+    if lora:
         changes = changes | {"peft_config": random_adapter(), "gradient_checkpointing": False}
     if pieces:
         import deepspeed
@@ -118,12 +119,14 @@ def test_zero3_syncs_and_trains_as_ddp(tmp_path, kind):
     assert same(ddp["synced"], zero3["synced"])
     assert same(ddp["master_weights"], zero3["master_weights"])
     assert same(ddp["after"], zero3["after"])
-    assert not same(ddp["synced"], zero3["after"])  # control: it was trained
+    # Control: it was trained.
+    assert not same(ddp["synced"], zero3["after"])
     if not is_lora:
         assert same(zero3["after"], _of_one_process(model, zero3["master_weights"]))
     assert zero3["calls"] == ddp["calls"]
 
-    if kind == "dense":  # control: with DeepSpeed's hooks around each module
+    # Control: with DeepSpeed's hooks around each module, sums of gradients have another order.
+    if kind == "dense":
         in_pieces = _train_in_two(model, tmp_path / "pieces", True, is_lora, pieces=True)
         apart = _distance(ddp["master_weights"], in_pieces["master_weights"])
         moved = _distance(ddp["master_weights"], ddp["start"])
@@ -139,7 +142,8 @@ def _train_in_two(model: str, folder: Path, zero3: bool, lora: bool, pieces: boo
 
     assert same(first["master_weights"], second["master_weights"])
     assert same(first["synced"], second["synced"])
-    for process in (first, second):  # DeepSpeed steps within the backward, before the Trainer asks for the norm
+    # DeepSpeed steps within the backward, before the Trainer asks for the norm.
+    for process in (first, second):
         assert "a step would turn the weights into NaN" in process["error"]
         assert same(process["master weights after NaN"], first["master_weights"])
     return first
@@ -238,7 +242,8 @@ def test_engines_get_what_one_process_makes_of_the_master_weights(tmp_path, kind
     assert first["ratios"][1] != (1, 1)
     # Once an update: 7 layers in each of 2 blocks. Between two updates of a rollout batch only adapted layers change.
     assert first["calls"] == {"dense": [14] * 4, "lora": [14, 10] * 2}[kind]
-    assert first["rounded"] == [False] * 4  # reduced in float32
+    # Gradients were reduced in float32.
+    assert first["rounded"] == [False] * 4
 
 
 def test_the_address_of_a_gathered_parameter_is_no_key_and_bfloat16_rounds_gradients(tmp_path):
@@ -268,7 +273,8 @@ def _resume(model: str, folder: str, checkpoint: str | None, adapter: Any) -> di
         "after": low_bit_bytes(trainer),
     }
     if checkpoint is None:
-        with pytest.raises(RuntimeError, match="trains once"):  # without: no attribute 'backward'
+        # Without this error: no attribute 'backward'.
+        with pytest.raises(RuntimeError, match="trains once"):
             trainer.train()
     return results
 
@@ -287,7 +293,8 @@ def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
         assert uninterrupted["steps"] == resumed["steps"] == 4
         assert same(uninterrupted["master_weights"], resumed["master_weights"])
         assert same(uninterrupted["after"], resumed["after"])
-        assert not same(uninterrupted["after"], stored)  # control: it was trained after the checkpoint
+        # Control: it was trained after the checkpoint.
+        assert not same(uninterrupted["after"], stored)
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def save_model(
         for name, parameter in model.named_parameters():
             if norms and "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("bias"):  # biases start at zero, which would hide a lost one
+            elif name.endswith("bias"):
+                # Biases start at zero, which would hide a lost one.
                 parameter.copy_(0.5 * torch.randn_like(parameter))
 
     model.save_pretrained(folder)
