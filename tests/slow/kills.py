@@ -1,9 +1,10 @@
-"""Training that is killed and started again, and how it ends: for tests/slow/test_resume.py and benchmarks/faults.py."""
+"""Training that is killed and started again, and how it ends: for test_resume.py and benchmarks/faults.py."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import multiprocessing
 import os
 import random
@@ -15,6 +16,9 @@ from typing import Any
 from .isolated import ENVIRONMENT, PRELOADED
 from .toys import make_trainer
 
+
+# The phase to kill in, which of its beginnings in this process (from 1), and how many seconds after it.
+Kill = tuple[str, int, float]
 
 # What a kill may fall into. The longest delay after its begin, in seconds, reaches beyond its end.
 PHASES = {
@@ -46,7 +50,7 @@ def run(
     model: str,
     folder: Path,
     engine: bool,
-    kill: tuple[str, int, float] | None = None,
+    kill: Kill | None = None,
     by: int = signal.SIGKILL,
     server: int | None = None,
     **changes: Any,
@@ -54,100 +58,181 @@ def run(
     """
     One start with `resume_from_checkpoint="auto"`, in a process of its own.
 
-    Args: model folder; output folder; with the engine or by transformers; `kill`: the phase, which of its beginnings in this
-    process, and how many seconds after it the process gets the signal `by`, after which it may take a minute to leave, or with
-    `server` that process group SIGKILL, after which the run must end by itself; `changes` of the settings.
+    Args:
+        model: Folder of the model.
+        folder: Output folder, where `log` gets what the run prints.
+        engine: Whether vLLM's engine samples, or transformers.
+        kill: When to kill the run; `None` lets it end by itself.
+        by: The signal it gets. After another one than SIGKILL it may take a minute to leave.
+        server: A process group that gets SIGKILL instead of the run, which must then end by itself.
+        changes: Of the settings.
 
-    Returns: `killed`, the phase and step it was in, `resumed` (step), `code`, and, of a run that ended, `digests` of master weights,
-    quantized values, optimizer and the saved model.
+    Returns:
+        `killed`; `phase` and `step`, in which it was at last; `resumed`, the step it continued from; `code`; and, of a
+        run that ended, `digests` of master weights, quantized values, optimizer and the saved model.
+
+    Raises:
+        AssertionError: if the run failed and was not killed.
     """
+    process, receiver = _start(model, folder, engine, changes)
+    outcome: dict[str, Any] = {"killed": False, "resumed": None, "phase": None, "step": None, "digests": None}
+    try:
+        ended = _follow(receiver, kill, outcome)
+        if ended:
+            process.join()
+    finally:
+        outcome["killed"] = process.is_alive()
+        if outcome["killed"]:
+            _interrupt(process, by, server)
+        _kill_group(process)
+
+    outcome["code"] = process.exitcode
+    # The run was faster than the kill.
+    if process.exitcode == 0:
+        outcome["killed"] = False
+
+    if not outcome["killed"] and outcome["digests"] is None:
+        log = folder / "log"
+        raise AssertionError(f"the run failed: see {log}\n{log.read_text()[-3000:]}")
+    return outcome
+
+
+def random_kill(rng: random.Random, engine: bool) -> Kill:
+    """A moment to kill at, see [`run`]."""
+    phases = [name for name in PHASES if engine or name not in ("sync", "sample")]
+    phase = rng.choice(phases)
+
+    if phase in ("start", "resume", "end"):
+        number = 1
+    elif phase in ("sync", "sample"):
+        number = rng.randint(1, 2)
+    else:
+        number = rng.randint(1, 5)
+    return phase, number, rng.uniform(0, PHASES[phase])
+
+
+# In the parent -------------------------------------------------------------------------------------------------------
+
+
+def _start(model: str, folder: Path, engine: bool, changes: dict[str, Any]) -> tuple[Any, Any]:
+    """The process of a run, and the pipe by which it says what it does."""
+    # The fork server keeps the environment of its start.
     os.environ.update(ENVIRONMENT)
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_train, args=(sender, model, str(folder), engine, changes, dict(os.environ)))
     process.start()
+    # As long as this end is open here, the end of the run would not end the pipe.
     sender.close()
-    found: dict[str, Any] = {"killed": False, "resumed": None, "phase": None, "step": None, "digests": None}
-    seen, at = 0, None
-    try:
-        while at is None or time.monotonic() < at:
-            if not receiver.poll(300 if at is None else max(0.0, at - time.monotonic())):
-                continue
-            try:
-                what, value = receiver.recv()
-            except EOFError:
-                process.join()
-                break
-            if what in ("resumed", "digests"):
-                found[what] = value
-                continue
-            found |= {"phase": what, "step": value}
-            seen += kill is not None and what == kill[0]
-            if kill is not None and what == kill[0] and seen == kill[1]:
-                at = time.monotonic() + kill[2]
-    finally:
-        found["killed"] = process.is_alive()
-        if found["killed"] and server is not None:
-            os.killpg(server, signal.SIGKILL)
-            process.join(120)
-        elif found["killed"] and by != signal.SIGKILL:
-            os.kill(process.pid, by)
-            process.join(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
-    found["code"] = process.exitcode
-    found["killed"] &= process.exitcode != 0  # otherwise it had ended by itself
-    if not found["killed"] and found["digests"] is None:
-        raise AssertionError(f"the run failed: see {folder / 'log'}\n{(folder / 'log').read_text()[-3000:]}")
-    return found
+    return process, receiver
 
 
-def random_kill(rng: random.Random, engine: bool) -> tuple[str, int, float]:
-    """A moment to kill at, see [`run`]."""
-    phase = rng.choice([name for name in PHASES if engine or name not in ("sync", "sample")])
-    number = 1 if phase in ("start", "resume", "end") else rng.randint(1, 2 if phase in ("sync", "sample") else 5)
-    return phase, number, rng.uniform(0, PHASES[phase])
+def _follow(receiver: Any, kill: Kill | None, outcome: dict[str, Any]) -> bool:
+    """Write what a run says into `outcome`, until it ends (`True`) or until the moment to kill it (`False`)."""
+    beginnings = 0
+    kill_at = math.inf
+
+    while time.monotonic() < kill_at:
+        patience = max(0.0, min(300.0, kill_at - time.monotonic()))
+        if not receiver.poll(patience):
+            continue
+        try:
+            what, value = receiver.recv()
+        except EOFError:
+            return True
+
+        if what in ("resumed", "digests"):
+            outcome[what] = value
+            continue
+
+        # Everything else is the begin of a phase, with its step.
+        outcome["phase"] = what
+        outcome["step"] = value
+        if kill is None or what != kill[0]:
+            continue
+
+        beginnings += 1
+        if beginnings == kill[1]:
+            kill_at = time.monotonic() + kill[2]
+
+    return False
+
+
+def _interrupt(process: Any, by: int, server: int | None) -> None:
+    """Kill the server of a run, or ask the run to leave, and wait for its end. SIGKILL needs no wait."""
+    if server is not None:
+        os.killpg(server, signal.SIGKILL)
+        process.join(120)
+    elif by != signal.SIGKILL:
+        os.kill(process.pid, by)
+        process.join(60)
+
+
+def _kill_group(process: Any) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+# In the child --------------------------------------------------------------------------------------------------------
 
 
 def _train(
     sender: Any, model: str, folder: str, engine: bool, changes: dict[str, Any], environment: dict[str, str]
 ) -> None:
-    from qarl_trl.checkpoints import mixin
     from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
     from qarl_trl.export.files import READ_BY_ENGINE
 
+    # A group of its own, so that a kill reaches also what the run starts.
     os.setpgrp()
     os.environ.update(environment)
     choose_arithmetic()
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    log = os.open(Path(folder) / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    _print_into(Path(folder))
     sender.send(("start", 0))
-    trainer = make_trainer(model, Path(folder), number=4, **SETTINGS | ({} if engine else WITHOUT_ENGINE) | changes)
-    owners = {"_load_from_checkpoint": "resume", "training_step": "train", "_save_checkpoint": "save"}
-    seams = [(mixin, "rotate", "rotate"), *((trainer, name, phase) for name, phase in owners.items())]
-    if engine:
-        seams += [
-            (trainer.vllm_generation, "sync_weights", "sync"),
-            (trainer.vllm_generation, "generate", "sample"),
-        ]
-    for owner, name, phase in seams:
-        _announce(trainer, owner, name, phase, sender)
-    load = trainer._load_rng_state
-    trainer._load_rng_state = lambda path: (load(path), sender.send(("resumed", trainer.state.global_step)))
+
+    arguments = SETTINGS | ({} if engine else WITHOUT_ENGINE) | changes
+    trainer = make_trainer(model, Path(folder), number=4, **arguments)
+    _announce_phases(trainer, engine, sender)
+    _announce_resume(trainer, sender)
     trainer.train(resume_from_checkpoint="auto")
+
     sender.send(("end", trainer.state.global_step))
     trainer.save_model()
-    saved = {path for kind in READ_BY_ENGINE for path in Path(folder).glob(kind)}
-    files = {f"saved {path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in saved}
+
+    # What a user would serve: the folder also has checkpoints and the log.
+    files = {}
+    for pattern in READ_BY_ENGINE:
+        for path in Path(folder).glob(pattern):
+            files[f"saved {path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     sender.send(("digests", digests(trainer) | files))
 
 
+def _print_into(folder: Path) -> None:
+    """Send standard output and error of this process into a log, also what C++ prints."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
+def _announce_phases(trainer: Any, engine: bool, sender: Any) -> None:
+    from qarl_trl.checkpoints import saving
+
+    # By the module that calls it: it imported the function by name.
+    _announce(trainer, saving, "rotate", "rotate", sender)
+    _announce(trainer, trainer, "_load_from_checkpoint", "resume", sender)
+    _announce(trainer, trainer, "training_step", "train", sender)
+    _announce(trainer, trainer, "_save_checkpoint", "save", sender)
+    if engine:
+        _announce(trainer, trainer.vllm_generation, "sync_weights", "sync", sender)
+        _announce(trainer, trainer.vllm_generation, "generate", "sample", sender)
+
+
 def _announce(trainer: Any, owner: Any, name: str, phase: str, sender: Any) -> None:
+    """Let a function of `owner` send the phase that begins with each of its calls."""
     original = getattr(owner, name)
 
     def announced(*args: Any, **kwargs: Any) -> Any:
@@ -157,16 +242,38 @@ def _announce(trainer: Any, owner: Any, name: str, phase: str, sender: Any) -> N
     setattr(owner, name, announced)
 
 
+def _announce_resume(trainer: Any, sender: Any) -> None:
+    """Send the step that a run continues from. The state of the random numbers is the last that the Trainer loads."""
+    load_rng_state = trainer._load_rng_state
+
+    def announced(checkpoint: str) -> None:
+        load_rng_state(checkpoint)
+        sender.send(("resumed", trainer.state.global_step))
+
+    trainer._load_rng_state = announced
+
+
 def digests(trainer: Any) -> dict[str, str]:
-    """SHA-256 of every master, every state of the optimizer and every tensor that would be synced."""
+    """SHA-256 of every master weight, every state of the optimizer and every tensor that would be synced."""
     import torch
 
     from qarl_trl.quant import iter_low_bit_weights
 
-    tensors = {f"master {name}": p.detach() for name, p in trainer.model.named_parameters()}
-    tensors |= {f"code {name}": t for name, t in iter_low_bit_weights(trainer.model)}
+    tensors = {}
+    for name, parameter in trainer.model.named_parameters():
+        tensors[f"master {name}"] = parameter.detach()
+    for name, tensor in iter_low_bit_weights(trainer.model):
+        tensors[f"code {name}"] = tensor
     for index, state in trainer.optimizer.state_dict()["state"].items():
-        tensors |= {f"state {index} {key}": torch.as_tensor(value) for key, value in state.items()}
-    return {
-        n: hashlib.sha256(t.contiguous().view(-1).view(torch.uint8).numpy()).hexdigest() for n, t in tensors.items()
-    }
+        for key, value in state.items():
+            tensors[f"state {index} {key}"] = torch.as_tensor(value)
+
+    return {name: _digest(tensor) for name, tensor in tensors.items()}
+
+
+def _digest(tensor: Any) -> str:
+    import torch
+
+    # As bytes, because numpy has no bfloat16.
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data).hexdigest()

@@ -1,221 +1,70 @@
-"""A trainer and its engine in two processes: `qarl-trl serve`, vLLM's real server on loopback with a key, and a shared folder."""
+"""A trainer beside `qarl-trl serve`: vLLM's real server on loopback, with a key and a shared folder."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import resource
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
-from urllib.error import HTTPError
 
-import psutil
 import pytest
 import torch
-import yaml
 
 from qarl_trl.processes import ProcessDied
-from slow.isolated import ENVIRONMENT, isolated, isolated_group
-from slow.test_processes import FLOOR, _trainer, _whole
-from slow.toys import make_trainer, random_adapter, randomize_adapter, save_model, settings
+from slow.isolated import isolated, isolated_group
+from slow.servers import (
+    KEY,
+    address,
+    amid_a_sync,
+    answers,
+    command_of,
+    kill_amid_a_generation,
+    make_place,
+    outcome,
+    over_there,
+    serving,
+    start,
+    status,
+    trainer_of,
+    wait_for,
+)
+from slow.servers import free_port as free_port  # for benchmarks/faults.py
+from slow.toys import logged, make_trainer, random_adapter, randomize_adapter, save_model
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
-KEY = "sesame"
-
-
-@contextmanager
-def serving(place: dict[str, Any], command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """A server that starts; it ends with the block, or before."""
-    with Path(place["folder"], "server.log").open("a") as log:
-        to = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment}
-        process = subprocess.Popen(command, start_new_session=True, **to)
-    try:
-        yield process
-    finally:
-        end(process)
-        for left in Path("/dev/shm").glob("vllm_dist_*-cpushm_*"):  # of several ranks
-            left.unlink()
-
-
-def wait_for(process: subprocess.Popen, place: dict[str, Any]) -> None:
-    while process.poll() is None and not answers(f"http://127.0.0.1:{place['port']}/health"):
-        time.sleep(0.2)
-    assert process.poll() is None, Path(place["folder"], "server.log").read_text()[-3000:]
-
-
-def became(pid: int) -> tuple[list[str], dict[str, str]]:
-    """The command line of a process now, and its environment."""
-    words, entries = (Path(f"/proc/{pid}/{name}").read_text().split("\0")[:-1] for name in ("cmdline", "environ"))
-    return words, dict(entry.split("=", 1) for entry in entries)
-
-
-def start(place: dict[str, Any], *options: str) -> Any:
-    """A server of the recipe with `options`, as `serving` has it."""
-    recipe, port = f"{place['folder']}/recipe.yaml", str(place["port"])
-    command = [sys.executable, "-m", "qarl_trl.cli", "serve", "--config", recipe, "--vllm_server_port", port, *options]
-    return serving(
-        place, command, os.environ | ENVIRONMENT | {"VLLM_API_KEY": KEY, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    )
-
-
-def rank_of(place: dict[str, Any], name: str = "EngineCore") -> int:
-    """A process of the server's engine, by the name that vLLM gives it."""
-    inside = psutil.Process(place["pid"]).children(recursive=True)
-    return next(process.pid for process in inside if process.cmdline()[:1] == [f"VLLM::{name}"])
-
-
-def end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def answers(url: str) -> int:
-    """The status of a page without a key; 0 where nobody listens."""
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status
-    except HTTPError as error:
-        return error.code
-    except OSError:
-        return 0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def amid_a_sync(act: Callable[[int], None]) -> None:
-    """In the next sync of this process, `act` on the last file when the server opens it, which waits for it: a lease."""
-    from qarl_trl.rollout import server
-
-    call, server.save_parts = server.ServerClient.ask_workers, partial(server.save_parts, limit=1 << 18)
-
-    def leased(client: Any, method: str, *args: Any) -> list[Any]:
-        if method == "qarl_load":
-            files = sorted(Path(client.sync_folder, args[0]).iterdir())
-            assert len(files) > 1
-            last = os.open(files[-1], os.O_RDWR)
-            signal.signal(signal.SIGIO, lambda *_: (act(last), os.close(last)))
-            fcntl.fcntl(last, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-        return call(client, method, *args)
-
-    server.ServerClient.ask_workers = leased
-
-
-def sampled_tokens(place: dict[str, Any]) -> float:
-    """How many the server has sampled."""
-    request = urllib.request.Request(f"http://127.0.0.1:{place['port']}/metrics")
-    request.add_header("Authorization", f"Bearer {KEY}")
-    with urllib.request.urlopen(request, timeout=60) as page:
-        lines = page.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
-
-
-def kill_amid_a_generation(place: dict[str, Any]) -> None:
-    """Kill the server as soon as it has sampled some tokens more."""
-    before = sampled_tokens(place)
-
-    def watch() -> None:
-        while sampled_tokens(place) < before + 32:
-            time.sleep(0.01)
-        os.killpg(place["pid"], signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> dict[str, Any]:
-    folder, port = tmp_path_factory.mktemp("server"), free_port()
-    data = folder / "data.jsonl"
-    data.write_text('{"problem": "1+1", "answer": "2"}\n')
-    place = {"folder": str(folder), "model": save_model(folder / "model", norms=True), "port": port}
-    fields = {"model_name_or_path": place["model"], "dataset_name_or_path": str(data), "report_to": "none"}
-    recipe = settings(folder / "run", **fields, sync_folder=str(folder / "syncs"))
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return place
+    return make_place(tmp_path_factory.mktemp("server"))
 
 
 @pytest.fixture(scope="module")
 def server(place) -> Iterator[dict[str, Any]]:
     """A server that answers, and what a run with an engine of its own finds, which is made while the server starts."""
     with start(place) as process:
-        near = isolated(_train, place, False)
+        colocated = isolated(_train, place, False)
         wait_for(process, place)
-        yield place | {"pid": process.pid, "near": near}
+        yield place | {"pid": process.pid, "colocated": colocated}
 
 
-def over_there(place: dict[str, Any], key: str | None = KEY, **changes: Any) -> dict[str, Any]:
-    """Settings of a trainer whose engine is the server."""
-    os.environ.pop("VLLM_API_KEY", None)
-    if key is not None:
-        os.environ["VLLM_API_KEY"] = key
-    address = f"http://127.0.0.1:{place['port']}"
-    shared = {"vllm_server_base_url": address, "sync_folder": f"{place['folder']}/syncs"}
-    return {"vllm_mode": "server", "vllm_server_timeout": 5.0} | shared | changes
+# Refusals ------------------------------------------------------------------------------------------------------------
 
 
-def outcome(function: Any, *args: Any) -> str:
-    try:
-        function(*args)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def _start(place: dict[str, Any], runs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, str]:
+def _start_all(place: dict[str, Any], runs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, str]:
     """What each of several runs says at its start, by its key and its changed settings."""
-    found, folder = {}, Path(place["folder"], "x")
+    messages = {}
     for name, (key, changes) in runs.items():
-        settings = {"model": place["model"]} | over_there(place, key, **changes)
-        found[name] = outcome(lambda settings=settings: make_trainer(folder=folder, **settings))
-    return found
+        arguments = {"model": place["model"]} | over_there(place, key, **changes)
+        messages[name] = outcome(_start_one, Path(place["folder"], "x"), arguments)
+    return messages
 
 
-def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
-    """A short run; its log, what the last sync weighed, and the sync check's prompt after the first and the last sync."""
-    from qarl_trl.rollout.sync_check import engine_logps
-
-    changes = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2} | (over_there(place) if server else {})
-    adapter = random_adapter() if adapted else None
-    trainer = make_trainer(place["model"], Path(place["folder"], f"run-{server}"), adapter, **changes)
-    randomize_adapter(trainer.model)
-    engine = trainer.vllm_generation
-    llm, tokens = engine if server else engine.llm, engine.sync_check.token_ids
-    random = engine.sync_check.before  # of a server that an earlier run synced to, nothing
-    engine.sync_weights()
-    first = engine_logps(llm, tokens)
-    trainer.train()
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
-    return {
-        "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows],
-        "bytes": engine.synced_bytes,
-        "syncs": engine.num_syncs,
-        "names": [name for name, _ in engine._iter_named_params()],
-        "bf16": sum(2 * p.numel() for p in trainer.model.parameters()),
-        "embeddings": sum(
-            2 * p.numel() for n, p in trainer.model.named_parameters() if "embed" in n or "lm_head" in n
-        ),
-        "random": None if random is None else random.tolist(),
-        "first": first.tolist(),
-        "last": engine_logps(llm, tokens).tolist(),
-        "left": [str(path) for path in Path(place["folder"], "syncs").glob("*")],
-    }
+def _start_one(folder: Path, arguments: dict[str, Any]) -> None:
+    make_trainer(folder=folder, **arguments)
 
 
 def test_a_server_of_another_run_or_without_the_key_is_refused_before_training(server):
@@ -226,101 +75,174 @@ def test_a_server_of_another_run_or_without_the_key_is_refused_before_training(s
         "key": ("wrong", {}),
         "control": (KEY, {}),
     }
-    found = isolated(_start, server, runs)
-    assert "ValueError" in found["scheme"] and "is not the engine of this run" in found["scheme"]
-    assert "input_activations.num_bits must be 8, got None" in found["scheme"]
-    assert "is not the engine of this run: config." in found["model"]
-    assert "PermissionError" in found["key"]
-    assert found["control"] == "no error"
 
+    messages = isolated(_start_all, server, runs)
 
-def status(place: dict[str, Any], method: str, path: str, body: str | None = None, **headers: str) -> int:
-    request = urllib.request.Request(f"http://127.0.0.1:{place['port']}{path}", body and body.encode(), method=method)
-    for name, value in ({"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"} | headers).items():
-        request.add_header(name, value)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return response.status
-    except HTTPError as error:
-        return error.code
+    assert "ValueError" in messages["scheme"]
+    assert "is not the engine of this run" in messages["scheme"]
+    assert "input_activations.num_bits must be 8, got None" in messages["scheme"]
+    assert "is not the engine of this run: config." in messages["model"]
+    assert "PermissionError" in messages["key"]
+    assert messages["control"] == "no error"
 
 
 def test_nobody_but_a_trainer_gets_in(server):
     """What the middleware refuses is in tests/rollout/test_server_guard.py; this is vLLM's own server behind it."""
-    url, method = f"http://127.0.0.1:{server['port']}", '{"method": "get_model"}'
+    url = address(server)
+    get_model = '{"method": "get_model"}'
+
     assert answers(f"{url}/health") == 200
-    assert {answers(f"{url}/{path}") for path in ("v1/models", "weight_info", "server_info", "metrics")} == {401}
+    for page in ("v1/models", "weight_info", "server_info", "metrics"):
+        assert answers(f"{url}/{page}") == 401, page
     assert status(server, "POST", "/qarl_state", "[]") == 200
     assert status(server, "POST", "/qarl_state", "[]", Origin="http://evil.example") == 403
-    assert status(server, "POST", "/collective_rpc", method) == status(server, "POST", "/sleep", "{}") == 404
+    assert status(server, "POST", "/collective_rpc", get_model) == 404
+    assert status(server, "POST", "/sleep", "{}") == 404
 
 
-def _both(place: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
+    """A short run: its log, the size of the last sync, and log-probs of a prompt after the first and the last sync."""
+    from qarl_trl.rollout.sync_check import engine_logps
+
+    changes: dict[str, Any] = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2}
+    if server:
+        changes |= over_there(place)
+    adapter = random_adapter() if adapted else None
+    trainer = make_trainer(place["model"], Path(place["folder"], f"run-{server}"), adapter, **changes)
+    randomize_adapter(trainer.model)
+
+    # The sync check asks a server through the engine of the trainer.
+    engine = trainer.vllm_generation
+    llm = engine if server else engine.llm
+    tokens = engine.sync_check.token_ids
+    # `None` beside a server that an earlier run synced to.
+    random = engine.sync_check.before
+    engine.sync_weights()
+    first = engine_logps(llm, tokens)
+    trainer.train()
+
+    every_weight, embeddings = _bytes_in_bfloat16(trainer.model)
+    return {
+        "logp_diffs": logged(trainer, "mismatch/logp_diff_mean"),
+        "bytes": engine.synced_bytes,
+        "syncs": engine.num_syncs,
+        "names": [name for name, _ in engine._iter_named_params()],
+        "bf16": every_weight,
+        "embeddings": embeddings,
+        "random": None if random is None else random.tolist(),
+        "first": first.tolist(),
+        "last": engine_logps(llm, tokens).tolist(),
+        "left": [str(path) for path in Path(place["folder"], "syncs").glob("*")],
+    }
+
+
+def _bytes_in_bfloat16(model: torch.nn.Module) -> tuple[int, int]:
+    """The bytes of all parameters, and those of embeddings and output layer, which stay in high precision."""
+    every_weight = 0
+    embeddings = 0
+    for name, parameter in model.named_parameters():
+        every_weight += 2 * parameter.numel()
+        if "embed" in name or "lm_head" in name:
+            embeddings += 2 * parameter.numel()
+    return every_weight, embeddings
+
+
+def _train_twice(place: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return _train(place, True), _train(place, True, adapted=True)
 
 
 def test_a_run_through_a_server_is_the_colocated_one(server):
-    (far, adapted), near = isolated(_both, server), server["near"]
-    assert far["syncs"] >= 3
-    assert far["first"] == near["first"]  # all bits of 62 log-probs of the same weights
-    assert far["random"] != far["first"] != far["last"]  # control: they are of the weights
-    assert max(far["logp_diffs"]) < 1e-6 and max(near["logp_diffs"]) < 1e-6  # as tests/slow/test_mismatch.py
+    colocated = server["colocated"]
+
+    remote, adapted = isolated(_train_twice, server)
+
+    assert remote["syncs"] >= 3
+    # All bits of 62 log-probs of the same weights.
+    assert remote["first"] == colocated["first"]
+    # Control: they are of the weights.
+    assert remote["random"] != remote["first"] != remote["last"]
+    # As in tests/slow/test_mismatch.py.
+    assert max(remote["logp_diffs"]) < 1e-6
+    assert max(colocated["logp_diffs"]) < 1e-6
+
     # 4.1 bits a weight: quantized values, and a scale of 16 bits for 128 of them.
-    low_bit = (far["bytes"] - far["embeddings"]) / (far["bf16"] - far["embeddings"])
-    assert far["bytes"] == near["bytes"] and 0.25 < low_bit < 0.28
+    low_bit = (remote["bytes"] - remote["embeddings"]) / (remote["bf16"] - remote["embeddings"])
+    assert remote["bytes"] == colocated["bytes"]
+    assert 0.25 < low_bit < 0.28
+
     # LoRA: the merged weights, in the same tensors.
-    assert max(adapted["logp_diffs"]) < 1e-6 and len(adapted["logp_diffs"]) == 2
-    assert adapted["names"] == far["names"] and adapted["bytes"] == far["bytes"]
-    assert far["first"] != adapted["first"] != adapted["last"]  # control: with the adapter, which was trained
-    assert far["left"] == adapted["left"] == []
+    assert len(adapted["logp_diffs"]) == 2
+    assert max(adapted["logp_diffs"]) < 1e-6
+    assert adapted["names"] == remote["names"]
+    assert adapted["bytes"] == remote["bytes"]
+    # Control: the adapter takes part, and was trained.
+    assert remote["first"] != adapted["first"] != adapted["last"]
+
+    assert remote["left"] == adapted["left"] == []
 
 
-def _pair(place: dict[str, Any]) -> dict[str, Any]:
-    """One of two trainer processes: its completions have the learner's log-probs, and a stop of the main one is its own."""
+def _train_beside_another(place: dict[str, Any]) -> dict[str, Any]:
+    """One of two trainer processes: two refused starts, a run, and a generation that the main process stops."""
     from slow.kills import digests
 
     absent = {"vllm_server_base_url": "http://127.0.0.1:9", "vllm_server_timeout": 0.0, "ddp_backend": "gloo"}
-    refused = _start(place, {"absent": (KEY, absent), "key": ("wrong", {"ddp_backend": "gloo"})})
-    changes = over_there(place, verify_sync=1, ddp_backend="gloo", steps_per_generation=1, max_steps=2)
-    trainer = make_trainer(place["model"], Path(place["folder"], "pair"), **changes)
+    refused = _start_all(place, {"absent": (KEY, absent), "key": ("wrong", {"ddp_backend": "gloo"})})
+
+    changes = {"verify_sync": 1, "ddp_backend": "gloo", "steps_per_generation": 1, "max_steps": 2}
+    trainer = trainer_of(place, "pair", **changes)
     trainer.train()
+    logp_diffs = logged(trainer, "mismatch/logp_diff_max")
+    master_weights = digests(trainer)
+
+    # Only the main process asks the server for its version, and the other must hear what it was told.
     engine = trainer.vllm_generation
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_max" in row]
     if trainer.accelerator.is_main_process:
         engine.vllm_client.version = "another"
     prompt = [2, 3, 4 + trainer.accelerator.process_index]
     return refused | {
         "processes": trainer.accelerator.num_processes,
-        "logp_diffs": [row["mismatch/logp_diff_max"] for row in rows],
-        "master_weights": digests(trainer),
+        "logp_diffs": logp_diffs,
+        "master_weights": master_weights,
         "stopped": outcome(engine.generate, [prompt] * 4, None, 4),
     }
 
 
 def test_two_trainers_share_a_server(server):
-    first, second = isolated_group(_pair, 2, server)
+    first, second = isolated_group(_train_beside_another, 2, server)
+
     assert first["processes"] == second["processes"] == 2
     # Of all processes: each has the completions of its prompts.
-    assert max(first["logp_diffs"]) < 1e-5 and len(first["logp_diffs"]) >= 2
+    assert len(first["logp_diffs"]) >= 2
+    assert max(first["logp_diffs"]) < 1e-5
     assert first["master_weights"] == second["master_weights"]
     assert "must hold version 'another'" in first["stopped"]
+
     # Refusals come to all processes at the same time, as errors that are one line at the start.
-    said = {"absent": "No vLLM server answers", "key": "wants another key", "stopped": "'another'"}
-    for name, words in said.items():
-        assert words in first[name] and words in second[name]
+    words = {"absent": "No vLLM server answers", "key": "wants another key", "stopped": "'another'"}
+    for name, reason in words.items():
+        assert reason in first[name]
+        assert reason in second[name]
         assert second[name].startswith("OSError: The first process failed, and says why: ")
 
 
-def _stale(place: dict[str, Any]) -> str:
+# Old weights, other weights ------------------------------------------------------------------------------------------
+
+
+def _train_on_stale_weights(place: dict[str, Any]) -> str:
+    """Send the weights of the first sync at every later one, too."""
     from qarl_trl.rollout.server import ServerClient
 
-    changes = over_there(place, verify_sync=1, learning_rate=1e-2)
-    trainer = make_trainer(place["model"], Path(place["folder"], "x"), **changes)
-    send, first = ServerClient.sync, []
+    trainer = trainer_of(place, verify_sync=1, learning_rate=1e-2)
+    send = ServerClient.sync
+    first: list[tuple[str, torch.Tensor]] = []
 
     def send_the_first(client: Any, stream: Any) -> None:
-        now = [(name, tensor.clone()) for name, tensor in stream]
-        first.extend(now if not first else [])
+        tensors = [(name, tensor.clone()) for name, tensor in stream]
+        if not first:
+            first.extend(tensors)
         send(client, first)
 
     ServerClient.sync = send_the_first
@@ -328,202 +250,154 @@ def _stale(place: dict[str, Any]) -> str:
 
 
 def test_old_weights_under_a_new_version_are_caught_by_the_sync_check(server):
-    found = isolated(_stale, server)
-    assert "After sync 2 the engine's log-probs" in found and "The engine is stale" in found
+    message = isolated(_train_on_stale_weights, server)
+
+    assert "After sync 2 the engine's log-probs" in message
+    assert "The engine is stale" in message
 
 
-def _by_another_path(place: dict[str, Any]) -> dict[str, Any]:
+def _sync_by_another_path(place: dict[str, Any]) -> dict[str, Any]:
     """The trainer has another path to the folder than the server; the sync check's prompt of weights A, B and A."""
     mounted = Path(place["folder"], "mounted")
     mounted.symlink_to(Path(place["folder"], "syncs"))
-    changes = over_there(place, verify_sync="off", sync_folder=str(mounted))
-    trainer = make_trainer(place["model"], Path(place["folder"], "x"), **changes)
-    engine, head, found = trainer.vllm_generation, trainer.model.lm_head.weight, {}
-    start = head.detach().clone()
-    for name, weight in (("start", start), ("other", torch.randn_like(start)), ("again", start)):
+    trainer = trainer_of(place, verify_sync="off", sync_folder=str(mounted))
+    engine = trainer.vllm_generation
+    head = trainer.model.lm_head.weight
+    original = head.detach().clone()
+
+    results: dict[str, Any] = {}
+    for name, weight in (("original", original), ("other", torch.randn_like(original)), ("again", original)):
         with torch.no_grad():
             head.copy_(weight)
         engine.sync_weights()
-        found[name] = engine.vllm_client.prompt_logps([2, 3, 4, 5])
+        results[name] = engine.vllm_client.prompt_logps([2, 3, 4, 5])
+
+    # The engine has room for 64 tokens, and a completion for 24.
     for name, tokens in (("fits", 64 - 24), ("long", 64 - 23)):
-        found[name] = outcome(engine.generate, [[2] * tokens] * 4, None, 4)
-    return found
+        results[name] = outcome(engine.generate, [[2] * tokens] * 4, None, 4)
+    return results
 
 
 def test_the_folder_may_have_another_path_and_a_long_prompt_is_refused(server):
-    found = isolated(_by_another_path, server)
-    assert found["start"] == found["again"] != found["other"]
-    assert found["fits"] == "no error"
-    assert "refused /v1/completions (400)" in found["long"] and "64" in found["long"]
+    results = isolated(_sync_by_another_path, server)
+
+    assert results["original"] == results["again"] != results["other"]
+    assert results["fits"] == "no error"
+    assert "refused /v1/completions (400)" in results["long"]
+    assert "64" in results["long"]
 
 
-def _dies_amid_a_sync(place: dict[str, Any]) -> None:
-    trainer = make_trainer(place["model"], Path(place["folder"], "x"), verify_sync="off", **over_there(place))
+# Deaths --------------------------------------------------------------------------------------------------------------
+
+
+def _die_amid_a_sync(place: dict[str, Any]) -> None:
+    trainer = trainer_of(place, verify_sync="off")
     amid_a_sync(lambda last: os.kill(os.getpid(), signal.SIGKILL))
     trainer.vllm_generation.sync_weights()
 
 
-def _faults(place: dict[str, Any]) -> dict[str, str]:
-    from qarl_trl.rollout.server import ServerClient
+class _Faults:
+    """A trainer beside a server, and what it says after each fault; the faults come one after the other."""
 
-    trainer = make_trainer(place["model"], Path(place["folder"], "x"), verify_sync="off", **over_there(place))
-    engine = trainer.vllm_generation
-    found = {"left": engine.vllm_client.ask_workers("qarl_state")[0]["version"]}
+    def __init__(self, place: dict[str, Any]) -> None:
+        self.place = place
+        self.engine = trainer_of(place, verify_sync="off").vllm_generation
+        self.results: dict[str, str] = {}
 
-    def sample(number: int = 4) -> str:
-        engine._failed = None  # each fault by itself
-        return outcome(lambda: len(engine.generate([[2, 3, 4]] * number, None, 4)[1]) == number or 1 / 0)
+    def sample(self, number: int = 4) -> str:
+        # Each fault by itself.
+        self.engine._failed = None
+        return outcome(self._sample, number)
 
-    def sync() -> str:
-        engine._failed = None
-        return outcome(engine.sync_weights)
+    def _sample(self, number: int) -> None:
+        _, completions, *_ = self.engine.generate([[2, 3, 4]] * number, None, 4)
+        assert len(completions) == number
 
-    found["unsynced"] = sample()
-    found |= {"sync": sync(), "ok": sample()}
-    ask = ServerClient.ask_workers
-    ServerClient.ask_workers = lambda self, method, *args: [] if method == "qarl_load" else ask(self, method, *args)
-    found |= {"lost": sync(), "after": sample()}  # a weight sync that never gets there
-    ServerClient.ask_workers = ask
-    sync()
-    again = became(place["pid"])  # vLLM's own server, without the way there
-    kill_amid_a_generation(place)
-    found |= {"killed": sample(1600), "dead": sample()}
-    with serving(place, *again) as restarted:
+    def sync(self) -> str:
+        self.engine._failed = None
+        return outcome(self.engine.sync_weights)
+
+    def before_and_after_a_sync(self) -> None:
+        version = self.engine.vllm_client.ask_workers("qarl_state")[0]["version"]
+        self.results["left"] = version
+        self.results["unsynced"] = self.sample()
+        self.results["sync"] = self.sync()
+        self.results["ok"] = self.sample()
+
+    def lose_a_sync(self) -> None:
+        """A weight sync that never gets there."""
+        from qarl_trl.rollout.server import ServerClient
+
+        ask_workers = ServerClient.ask_workers
+
+        def ask_all_but_load(client: Any, method: str, *args: Any) -> list[Any]:
+            return [] if method == "qarl_load" else ask_workers(client, method, *args)
+
+        ServerClient.ask_workers = ask_all_but_load
+        self.results["lost"] = self.sync()
+        self.results["after"] = self.sample()
+        ServerClient.ask_workers = ask_workers
+        self.sync()
+
+    def kill_the_server(self) -> None:
+        kill_amid_a_generation(self.place)
+        self.results["killed"] = self.sample(1600)
+        self.results["dead"] = self.sample()
+
+    def sync_to_the_next_server(self) -> None:
+        self.results["restarted"] = self.sample()
+        self.results["resync"] = self.sync()
+        self.results["healthy"] = self.sample()
+
+    def sync_in_part(self) -> None:
+        stream = self.engine._iter_named_params
+        missing = "layers.1.mlp.down_proj.weight_scale"
+        self.engine._iter_named_params = lambda: (pair for pair in stream() if missing not in pair[0])
+        self.results["partial"] = self.sync()
+        self.results["mixed"] = self.sample()
+
+        self.engine._iter_named_params = stream
+        # vLLM's reload would go on with what that one had buffered.
+        self.results["spoilt"] = self.sync()
+
+
+def _run_faults(place: dict[str, Any]) -> dict[str, str]:
+    faults = _Faults(place)
+    faults.before_and_after_a_sync()
+    faults.lose_a_sync()
+
+    # Of vLLM's own server, without the way there.
+    command, environment = command_of(place["pid"])
+    faults.kill_the_server()
+    with serving(place, command, environment) as restarted:
         wait_for(restarted, place)
-        found |= {"restarted": sample(), "resync": sync(), "healthy": sample()}
-        stream, missing = engine._iter_named_params, "layers.1.mlp.down_proj.weight_scale"
-        engine._iter_named_params = lambda: ((n, t) for n, t in stream() if missing not in n)
-        found |= {"partial": sync(), "mixed": sample()}
-        engine._iter_named_params = stream
-        found["spoilt"] = sync()  # vLLM's reload would go on with what that one had buffered
-    return found
+        faults.sync_to_the_next_server()
+        faults.sync_in_part()
+    return faults.results
 
 
 def test_no_answer_of_other_weights_is_trained_on(server):
-    with pytest.raises(ProcessDied, match="SIGKILL"):
-        isolated(_dies_amid_a_sync, server)
-    (left,) = Path(server["folder"], "syncs").iterdir()
-    found = isolated(_faults, server)
-    shutil.rmtree(left)  # not before the server has read it
-    assert found["left"] == left.name  # the server read on
-    assert "must hold version None" in found["unsynced"]
-    assert {found[name] for name in ("sync", "ok", "lost", "resync", "healthy")} == {"no error"}
-    assert "-2' of the weights, got '" in found["after"] and "-1': it was started again" in found["after"]
-    assert "ConnectionError" in found["killed"] and "died or hung up during /v1/completions" in found["killed"]
-    assert "ConnectionError" in found["dead"] and "died or hung up during /qarl_state" in found["dead"]
-    assert "got None: it was started again" in found["restarted"]
-    assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj.weight_scale']" in found["partial"]
-    assert "must hold version None of the weights, got None" in found["mixed"]
-    assert "an earlier sync to this server failed" in found["spoilt"]
-
-
-# Several ranks of a server, and a learner in shards -------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two_ranks(place) -> Iterator[dict[str, Any]]:
-    there = place | {"port": free_port()}
-    with start(there, "--vllm_tensor_parallel_size", "2") as process:
-        wait_for(process, there)
-        yield there | {"pid": process.pid}
-
-
-@contextmanager
-def keeping_syncs(folder: Path) -> Iterator[None]:
-    """Copy what the server reads, sync by sync."""
-    from qarl_trl.rollout.server import ServerClient
-
-    call = ServerClient.ask_workers
-
-    def kept(client: Any, method: str, *args: Any) -> list[Any]:
-        if method == "qarl_load":
-            shutil.copytree(Path(client.sync_folder, args[0]), folder / args[0].rpartition("-")[2])
-        return call(client, method, *args)
-
-    with patch.object(ServerClient, "ask_workers", kept):
-        yield
-
-
-def _shards(place: dict[str, Any]) -> dict[str, Any]:
-    """One of two FSDP2 processes: a run, a weight sync that one rank of the server cannot read, and one that is cut short."""
-    changes = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2, "vllm_tensor_parallel_size": 2}
-    trainer = _trainer(place["model"], f"{place['folder']}/shards", True, **over_there(place, **changes))
-    engine, main = trainer.vllm_generation, trainer.accelerator.is_main_process
-    with keeping_syncs(Path(place["folder"], "kept")):
-        trainer.train()
-        engine.sync_weights()
-    rows, versions, said = trainer.state.log_history, [], []
-    logp_diffs = [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row]
-    master_weights = {name: p.numpy() for name, p in _whole(trainer).items()}
-
-    def sync(repair: Callable[[], Any]) -> None:
-        engine._failed = None
-        said.append(outcome(engine.sync_weights))
-        repair()
-        engine._failed = None
-        if main:  # as if nobody had seen that
-            client = engine.vllm_client
-            client.version = f"{client._run}-{client._count}"
-            versions.append([state["version"] for state in client.ask_workers("qarl_state")])
-        said.append(outcome(engine.generate, [[2, 3, 4]] * 4, None, 4))
-
-    if main:
-        limit = partial(resource.prlimit, rank_of(place, "Worker_TP1"), resource.RLIMIT_NOFILE)
-        before = limit()
-        limit((3, before[1]))  # it can open no file more
-    sync(lambda: limit(before) if main else None)
-    if main:
-        amid_a_sync(lambda last: os.ftruncate(last, 1000))
-    sync(lambda: None)
-    return {"logp_diffs": logp_diffs, "master_weights": master_weights, "versions": versions, "said": said}
-
-
-def test_shards_of_a_learner_sync_to_two_ranks_of_a_server(two_ranks):
-    from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
-
-    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-
-    first, second = isolated_group(_shards, 2, two_ranks, timeout=120)
-    assert first["logp_diffs"] == second["logp_diffs"] and len(first["logp_diffs"]) == 2
-    assert max(first["logp_diffs"]) < FLOOR  # as of a colocated engine of two ranks; measured 0.0069
-    # Each sync is that of one process with the same master weights.
-    alone = apply_quantization(AutoModelForCausalLM.from_pretrained(two_ranks["model"], dtype=torch.float32), "W4A16")
-    sent = {number: {} for number in (1, 3)}
-    for number, tensors in sent.items():
-        for part in Path(two_ranks["folder"], "kept", str(number)).iterdir():
-            tensors |= load_file(part)
-        expected = dict(iter_low_bit_weights(alone))
-        assert tensors.keys() == expected.keys()
-        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
-        alone.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in first["master_weights"].items()})
-    assert not all(torch.equal(tensor, sent[3][name]) for name, tensor in sent[1].items())  # control: it was trained
-    # One rank missed a weight sync, then both, each in its own answer.
-    last, other = first["versions"]
-    # What cannot be read leaves the weights of the last sync under its version, and the next sync is taken.
-    assert last[0].endswith("-4") and last[1].endswith("-3") and other[0].endswith("-4") and other[1].endswith("-3")
-    unread, refused, cut, refused_again = first["said"]
-    assert "qarl_load failed in 1 of 2 ranks" in unread and "rank 1: ValueError: the server cannot read" in unread
-    assert f"must hold version '{last[0]}' of the weights, got" in refused
-    assert "qarl_load failed in 2 of 2 ranks" in cut and "rank 0: ValueError: the server cannot read" in cut
-    assert "must hold version" in refused_again
-    others_say = ("The sync failed in process ", "The first process failed, and says why") * 2
-    assert all(words in said for words, said in zip(others_say, second["said"], strict=True))
-
-
-def _engine_killed(place: dict[str, Any]) -> list[str]:
-    changes = over_there(place, vllm_tensor_parallel_size=2)
-    engine = make_trainer(place["model"], Path(place["folder"], "x"), verify_sync="off", **changes).vllm_generation
-    pid = rank_of(place)
-    amid_a_sync(lambda last: os.kill(pid, signal.SIGKILL))
-    said = [outcome(engine.sync_weights), outcome(engine.generate, [[2, 3, 4]] * 4, None, 4)]
-    engine._failed = None
-    return [*said, outcome(engine.generate, [[2, 3, 4]] * 4, None, 4)]
-
-
-def test_an_engine_killed_amid_a_sync_stops_its_server(two_ranks):
     """The last test of this server."""
-    killed, after, again = isolated(_engine_killed, two_ranks, timeout=90)
-    assert "refused /qarl_load (500): RuntimeError: The engine of this server died" in killed
-    assert "nothing may be sampled from it" in after
-    assert "RuntimeError" in again or "ConnectionError" in again  # on its way down, or gone
+    with pytest.raises(ProcessDied, match="SIGKILL"):
+        isolated(_die_amid_a_sync, server)
+    (left,) = Path(server["folder"], "syncs").iterdir()
+
+    results = isolated(_run_faults, server)
+    # Only now has the server read it.
+    shutil.rmtree(left)
+
+    # The server read on after the death of the trainer.
+    assert results["left"] == left.name
+    assert "must hold version None" in results["unsynced"]
+    for name in ("sync", "ok", "lost", "resync", "healthy"):
+        assert results[name] == "no error", name
+    assert "-2' of the weights, got '" in results["after"]
+    assert "-1': it was started again" in results["after"]
+    assert "ConnectionError" in results["killed"]
+    assert "died or hung up during /v1/completions" in results["killed"]
+    assert "ConnectionError" in results["dead"]
+    assert "died or hung up during /qarl_state" in results["dead"]
+    assert "got None: it was started again" in results["restarted"]
+    assert "kept old values for 1 tensors, first ['model.layers.1.mlp.down_proj.weight_scale']" in results["partial"]
+    assert "must hold version None of the weights, got None" in results["mixed"]
+    assert "an earlier sync to this server failed" in results["spoilt"]

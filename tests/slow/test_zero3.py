@@ -1,19 +1,16 @@
-"""
-DeepSpeed ZeRO-3 in two processes on a CPU, over gloo, as `accelerate launch` sets it up. Two things are bent: accelerate names no
-backend where there is no GPU, and the Trainer takes bfloat16 without `use_cpu` on GPUs only.
-"""
+"""DeepSpeed ZeRO-3 in two processes on a CPU: it trains as DDP does, and syncs, saves and resumes (see `zero3`)."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
-import json
 import math
-import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from tools.plan.test_formulas import peak_bytes
@@ -22,221 +19,202 @@ from transformers import TrainerCallback
 from qarl_trl.quant.names import base_model
 from qarl_trl.tools.plan import model as meta
 from slow.isolated import isolated, isolated_group
-from slow.test_processes import FLOOR, _same
-from slow.toys import make_trainer, random_adapter, save_model, stored_tensors, sync
+from slow.processes import FLOOR, as_bytes, as_tensors, same
+from slow.toys import logged, random_adapter, save_model, stored_tensors, sync
+from slow.zero3 import (
+    SETTINGS,
+    compile_deepspeed,
+    count_quantizations,
+    low_bit_bytes,
+    master_weights,
+    trainer_of_two,
+    whole_parameters,
+)
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.deepspeed]
 if importlib.util.find_spec("deepspeed") is None:
     pytest.skip("DeepSpeed is not installed: dev/memory.md says how to get it for a CPU", allow_module_level=True)
 
-# What recipes/accelerate/zero3.yaml says, and that small parameters are partitioned as the large ones of a real model are.
-SETTINGS = {
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "bf16": {"enabled": "auto"},
-    "gradient_clipping": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
+Arrays = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """What DeepSpeed compiles at its first start. A process that is killed meanwhile leaves a lock, at which all later ones wait."""
-    isolated(_compile)
+    """DeepSpeed's operations: a process that is killed while it compiles leaves a lock, and later ones wait for it."""
+    isolated(compile_deepspeed)
 
 
-def _compile() -> None:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load()
-
-
-def _trainer(model: str, folder: str, zero3: bool, bf16: bool, **changes: Any) -> Any:
-    from transformers import training_args
-
-    torch.set_num_threads(1)
-    more: dict[str, Any] = {"bf16": bf16, "optim_muon": False, "max_grad_norm": 1e9}
-    if zero3:
-        file = Path(f"{folder}_{os.environ['RANK']}.json")
-        file.write_text(json.dumps(SETTINGS))
-        os.environ.update(
-            ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_ZERO3_INIT="true", DS_ACCELERATOR="cpu"
-        )
-        os.environ.update(
-            ACCELERATE_DEEPSPEED_CONFIG_FILE=str(file), ACCELERATE_MIXED_PRECISION="bf16" if bf16 else "no"
-        )
-        training_args.is_torch_bf16_gpu_available = lambda: True
-        more |= {"use_cpu": False, "ddp_backend": "gloo"}
-    trainer = make_trainer(model, Path(folder), **more | changes)
-    kind = "DEEPSPEED" if zero3 else "MULTI_CPU"
-    assert (trainer.accelerator.distributed_type, trainer.accelerator.num_processes) == (kind, 2)
-    return trainer
-
-
-def _parameters(trainer: Any) -> dict[str, Any]:
-    parameters = {}
-    for name, param in trainer._unwrapped.named_parameters():
-        with trainer._dist.gather_params([param]):
-            parameters[name] = param.data.clone().numpy()
-    return parameters
-
-
-def _master_weights(trainer: Any) -> dict[str, Any]:
-    """What the optimizer steps, in float32, also where the parameters are its bfloat16 copies."""
-    if trainer._dist.is_zero3:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return {
-            n: safe_get_full_fp32_param(p).numpy() for n, p in trainer._unwrapped.named_parameters() if p.requires_grad
-        }
-    trained = {name for name, p in trainer._unwrapped.named_parameters() if p.requires_grad}
-    return {name: p for name, p in _parameters(trainer).items() if name in trained}
-
-
-def _stream(trainer: Any) -> dict[str, Any]:
-    return _bytes(trainer.low_bit_store.tensors(trainer._dist.gather_params))
-
-
-def _bytes(tensors: Any) -> dict[str, Any]:
-    return {name: t.clone().reshape(-1).view(torch.uint8).numpy() for name, t in tensors}
-
-
-def _count_calls(trainer: Any) -> list[int]:
-    """How often each update of a run that starts now calls the quantizer."""
-    from qarl_trl.quant import linear
-
-    calls: list[int] = [0]
-    original = linear.quantize_weight
-
-    def counted(*args: Any) -> Any:
-        calls[-1] += 1
-        return original(*args)
-
-    linear.quantize_weight = counted
-
-    class EndOfStep(TrainerCallback):
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            calls.append(0)
-
-    trainer.add_callback(EndOfStep())
-    return calls
-
-
-class _NaN(TrainerCallback):
-    """In the last update the second process has a gradient of NaN; `found` is what there was before."""
-
-    def __init__(self, trainer: Any, found: dict[str, Any]) -> None:
-        self.trainer, self.found = trainer, found
-
-    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        if state.global_step < 3:
-            return
-        self.found.update(master_weights=_master_weights(self.trainer), after=_stream(self.trainer))
-        if args.process_index == 1:
-            norm = base_model(self.trainer._unwrapped).model.norm
-            norm.register_full_backward_hook(lambda module, grads, _: (grads[0] * math.nan,))
+# In float32: DDP's bits ----------------------------------------------------------------------------------------------
 
 
 def _train(
     model: str, folder: str, zero3: bool, lora: bool, changes: dict[str, Any], pieces: bool = False
 ) -> dict[str, Any]:
-    if lora:  # without checkpointing, nothing but `_compat.fit_to_zero3` makes the first layer's input need a gradient
+    """A run whose last update has a gradient of NaN in the second process; `pieces` keeps hooks around each module."""
+    # Without checkpointing, nothing but `_compat.fit_to_zero3` makes the first layer's input need a gradient.
+    if lora:
         changes = changes | {"peft_config": random_adapter(), "gradient_checkpointing": False}
     if pieces:
         import deepspeed
 
         deepspeed.utils.set_z3_leaf_modules = lambda *_, **__: None
-    trainer = _trainer(model, folder, zero3, False, **changes)
-    generator = torch.Generator().manual_seed(7)
-    for name, p in trainer._unwrapped.named_parameters():
-        if "lora_" in name:  # loading the model under ZeRO-3 takes other random numbers
-            p.data.copy_(torch.randn(p.shape, generator=generator) * 0.02)
-    found = {"synced": _stream(trainer), "start": _parameters(trainer)}
-    calls = _count_calls(trainer)
-    trainer.add_callback(_NaN(trainer, found))
+    trainer = trainer_of_two(model, folder, zero3, False, **changes)
+    _draw_adapter(trainer)
+
+    # Before the first update, so that both ways of loading are compared, too.
+    results = {"synced": low_bit_bytes(trainer), "start": whole_parameters(trainer)}
+    calls = count_quantizations(trainer)
+    callback = _NaNInTheLastUpdate(trainer)
+    trainer.add_callback(callback)
     with pytest.raises(RuntimeError) as error:
         trainer.train()
-    return found | {
+
+    return results | {
+        "master_weights": callback.master_weights,
+        "after": callback.low_bit_bytes,
         "calls": calls[:-1],
         "error": str(error.value),
-        "master weights after NaN": _master_weights(trainer),
+        "master weights after NaN": master_weights(trainer),
     }
+
+
+def _draw_adapter(trainer: Any) -> None:
+    """Give the adapter, if any, the same numbers in every run: loading under ZeRO-3 takes other random numbers."""
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in trainer._unwrapped.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+class _NaNInTheLastUpdate(TrainerCallback):
+    """After the third update it keeps what there is; in the fourth the second process has a gradient of NaN."""
+
+    master_weights: Arrays
+    low_bit_bytes: Arrays
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        if state.global_step < 3:
+            return
+
+        self.master_weights = master_weights(self.trainer)
+        self.low_bit_bytes = low_bit_bytes(self.trainer)
+        if args.process_index == 1:
+            norm = base_model(self.trainer._unwrapped).model.norm
+            norm.register_full_backward_hook(lambda module, gradients, _: (gradients[0] * math.nan,))
 
 
 @pytest.mark.parametrize("kind", ["dense", "lora", "experts"])
 def test_zero3_syncs_and_trains_as_ddp(tmp_path, kind):
     """In float32: the same bits, as long as no gradient is clipped or accumulated."""
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
-    changes = {"use_vllm": False, "max_completion_length": 8, "learner_ops": "stock"}
-    runs = []
-    for zero3, pieces in [(False, False), (True, False), (True, True)][: 3 if kind == "dense" else 2]:
-        settings = str(tmp_path / f"{zero3}{pieces}"), zero3, kind == "lora", changes, pieces
-        first, second = isolated_group(_train, 2, model, *settings, timeout=100)
-        assert _same(first["master_weights"], second["master_weights"])
-        assert _same(first["synced"], second["synced"])
-        for found in (first, second):  # DeepSpeed steps within the backward, before the Trainer asks for the norm
-            assert "a step would turn the weights into NaN" in found["error"]
-            assert _same(found["master weights after NaN"], first["master_weights"])
-        runs.append(first)
-    ddp, zero3, *in_pieces = runs
-    assert _same(ddp["synced"], zero3["synced"])
-    assert _same(ddp["master_weights"], zero3["master_weights"])
-    assert _same(ddp["after"], zero3["after"])
-    assert not _same(ddp["synced"], zero3["after"])
-    if kind != "lora":
-        assert _same(zero3["after"], _synced(model, zero3["master_weights"]))
+    is_lora = kind == "lora"
+
+    ddp = _train_in_two(model, tmp_path / "ddp", False, is_lora)
+    zero3 = _train_in_two(model, tmp_path / "zero3", True, is_lora)
+
+    assert same(ddp["synced"], zero3["synced"])
+    assert same(ddp["master_weights"], zero3["master_weights"])
+    assert same(ddp["after"], zero3["after"])
+    # Control: it was trained.
+    assert not same(ddp["synced"], zero3["after"])
+    if not is_lora:
+        assert same(zero3["after"], _of_one_process(model, zero3["master_weights"]))
     assert zero3["calls"] == ddp["calls"]
-    for control in in_pieces:  # with DeepSpeed's hooks around each module
-        apart, moved = (_distance(ddp["master_weights"], run) for run in (control["master_weights"], ddp["start"]))
+
+    # Control: with DeepSpeed's hooks around each module, sums of gradients have another order.
+    if kind == "dense":
+        in_pieces = _train_in_two(model, tmp_path / "pieces", True, is_lora, pieces=True)
+        apart = _distance(ddp["master_weights"], in_pieces["master_weights"])
+        moved = _distance(ddp["master_weights"], ddp["start"])
         assert 0 < apart < 3e-4 * moved
 
 
-def _distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    return sum(float(((a[name] - b[name]) ** 2).sum()) for name in a) ** 0.5
+def _train_in_two(model: str, folder: Path, zero3: bool, lora: bool, pieces: bool = False) -> dict[str, Any]:
+    """The run of the first of two processes, after checks that both agree and that NaN reached no weight."""
+    changes = {"use_vllm": False, "max_completion_length": 8, "learner_ops": "stock"}
+    run = (model, str(folder), zero3, lora, changes, pieces)
+    # Short, because a collective that only one process enters would wait for half an hour.
+    first, second = isolated_group(_train, 2, *run, timeout=100)
+
+    assert same(first["master_weights"], second["master_weights"])
+    assert same(first["synced"], second["synced"])
+    # DeepSpeed steps within the backward, before the Trainer asks for the norm.
+    for process in (first, second):
+        assert "a step would turn the weights into NaN" in process["error"]
+        assert same(process["master weights after NaN"], first["master_weights"])
+    return first
 
 
-def _watch_gradients() -> list[bool]:
-    """Of each step that is taken now: whether bfloat16 holds the gradients of this process."""
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    found, step = [], DeepSpeedZeroOptimizer_Stage3.step
-
-    def watched(self: Any, *args: Any) -> None:
-        gradients = [g.float() for group in self.averaged_gradients.values() for g in group]
-        found.append(len(gradients) > 0 and all(torch.equal(g.bfloat16().float(), g) for g in gradients))
-        step(self, *args)
-
-    DeepSpeedZeroOptimizer_Stage3.step = watched
-    return found
+def _distance(a: Arrays, b: Arrays) -> float:
+    squares = [float(((a[name] - b[name]) ** 2).sum()) for name in a]
+    return sum(squares) ** 0.5
 
 
-def _with_engine(model: str, folder: str, key: bool, verify: str, changes: dict[str, Any]) -> dict[str, Any]:
-    from qarl_trl.quant import cache
+def _of_one_process(model: str, weights: Arrays, peft_config: Any = None) -> Arrays:
+    """The low-bit tensors that one process makes of the same master weights."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
 
-    if not key:  # DeepSpeed's own way, of which the run asks for another
-        SETTINGS.update(communication_data_type="bf16", data_types={"grad_accum_dtype": "bf16"})
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    alone = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if peft_config is not None:
+        alone = get_peft_model(alone, peft_config)
+    assert weights.keys() == {name for name, parameter in alone.named_parameters() if parameter.requires_grad}
+
+    # With an adapter the master weights are only a part of the model.
+    alone.load_state_dict(as_tensors(weights), strict=peft_config is None)
+    return as_bytes(iter_low_bit_weights(apply_quantization(alone, "W4A16")))
+
+
+# In bfloat16, beside engines -----------------------------------------------------------------------------------------
+
+
+def _train_beside_engines(
+    model: str, folder: str, changes: dict[str, Any], by_address: bool = False
+) -> dict[str, Any]:
+    """A run whose store knows that parameters are gathered, or takes them for whole and knows weights `by_address`."""
+    from qarl_trl.quant import store
+
     rounded = _watch_gradients()
-    trainer = _trainer(model, folder, True, True, verify_sync=verify, **changes)
-    calls = _count_calls(trainer)
-    with patch.object(cache, "is_partitioned", cache.is_partitioned if key else lambda _: False):
+    trainer = trainer_of_two(model, folder, True, True, **changes)
+    calls = count_quantizations(trainer)
+    as_if_whole = patch.object(store, "is_partitioned", lambda _: False)
+    with as_if_whole if by_address else nullcontext():
         trainer.train()
     trainer.save_model()
-    rows = trainer.state.log_history
     return {
         "calls": calls[:-1],
         "rounded": rounded,
-        "sent": _bytes(sync(trainer.vllm_generation).items()),
-        "master_weights": _master_weights(trainer),
-        "logp_diffs": [row["mismatch/logp_diff_mean"] for row in rows if "mismatch/logp_diff_mean" in row],
-        "ratios": [(row["ratio/min"], row["ratio/max"]) for row in rows if "ratio/min" in row],
+        "sent": as_bytes(sync(trainer.vllm_generation).items()),
+        "master_weights": master_weights(trainer),
+        "logp_diffs": logged(trainer, "mismatch/logp_diff_mean"),
+        "ratios": list(zip(logged(trainer, "ratio/min"), logged(trainer, "ratio/max"), strict=True)),
     }
+
+
+def _watch_gradients() -> list[bool]:
+    """Of each step that is taken from now on: whether bfloat16 holds the gradients of this process."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    rounded = []
+    step = DeepSpeedZeroOptimizer_Stage3.step
+
+    def watched(self: Any, *args: Any) -> None:
+        gradients = [gradient.float() for group in self.averaged_gradients.values() for gradient in group]
+        rounded.append(len(gradients) > 0 and all(map(_fits_bfloat16, gradients)))
+        step(self, *args)
+
+    DeepSpeedZeroOptimizer_Stage3.step = watched
+    return rounded
+
+
+def _fits_bfloat16(tensor: torch.Tensor) -> bool:
+    return torch.equal(tensor.bfloat16().float(), tensor)
 
 
 @pytest.mark.parametrize("kind", ["dense", "lora"])
@@ -244,112 +222,173 @@ def test_engines_get_what_one_process_makes_of_the_master_weights(tmp_path, kind
     """In bfloat16, where ZeRO-3 hands the layers a copy of the float32 master weights."""
     changes = {"peft_config": random_adapter()} if kind == "lora" else {}
     model = save_model(tmp_path / "model")
-    run = model, str(tmp_path / "run"), True, "first", changes
-    first, second = isolated_group(_with_engine, 2, *run, timeout=120)
-    assert _same(first["sent"], second["sent"])
-    stored = tmp_path / "run" / ("low_bit" if kind == "lora" else "")
-    assert _same(first["sent"], _bytes(stored_tensors(stored).items()))
-    assert _same(first["sent"], _synced(model, first["master_weights"], **changes))
-    moved = {n: p * 1.01 for n, p in first["master_weights"].items()}
-    assert not _same(first["sent"], _synced(model, moved, **changes))
-    assert len(first["logp_diffs"]) == 2 and max(first["logp_diffs"]) < FLOOR
-    assert first["ratios"][0] == (1, 1) != first["ratios"][1]
+    run = tmp_path / "run"
+
+    first, second = isolated_group(
+        _train_beside_engines, 2, model, str(run), {"verify_sync": "first", **changes}, timeout=120
+    )
+
+    assert same(first["sent"], second["sent"])
+    stored = stored_tensors(run / "low_bit" if kind == "lora" else run)
+    assert same(first["sent"], as_bytes(stored.items()))
+    assert same(first["sent"], _of_one_process(model, first["master_weights"], **changes))
+    # Control: this is no comparison of things that hardly depend on the master weights.
+    moved = {name: weight * 1.01 for name, weight in first["master_weights"].items()}
+    assert not same(first["sent"], _of_one_process(model, moved, **changes))
+
+    assert len(first["logp_diffs"]) == 2
+    assert max(first["logp_diffs"]) < FLOOR
+    assert first["ratios"][0] == (1, 1)
+    assert first["ratios"][1] != (1, 1)
+    # Once an update: 7 layers in each of 2 blocks. Between two updates of a rollout batch only adapted layers change.
     assert first["calls"] == {"dense": [14] * 4, "lora": [14, 10] * 2}[kind]
-    assert first["rounded"] == [False] * 4  # reduced in float32
+    # Gradients were reduced in float32.
+    assert first["rounded"] == [False] * 4
 
 
 def test_the_address_of_a_gathered_parameter_is_no_key_and_bfloat16_rounds_gradients(tmp_path):
     model = save_model(tmp_path / "model")
-    first, _ = isolated_group(_with_engine, 2, model, str(tmp_path / "run"), False, "off", {}, timeout=120)
+    # DeepSpeed's own way, of which the run asks for another where the settings say nothing.
+    in_bfloat16 = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+    changes = {"verify_sync": "off", "settings": SETTINGS | in_bfloat16}
+
+    first, _ = isolated_group(_train_beside_engines, 2, model, str(tmp_path / "run"), changes, True, timeout=120)
+
     assert min(first["calls"]) > 14
     assert first["rounded"] == [True] * 4
 
 
-def _synced(model: str, master_weights: dict[str, Any], peft_config: Any = None) -> dict[str, Any]:
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-
-    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    whole = whole if peft_config is None else get_peft_model(whole, peft_config)
-    assert master_weights.keys() == {name for name, p in whole.named_parameters() if p.requires_grad}
-    whole.load_state_dict(
-        {name: torch.from_numpy(p) for name, p in master_weights.items()}, strict=peft_config is None
-    )
-    return _bytes(iter_low_bit_weights(apply_quantization(whole, "W4A16")))
+# Resuming ------------------------------------------------------------------------------------------------------------
 
 
-def _resumed(model: str, folder: str, checkpoint: str | None, adapter: Any) -> dict[str, Any]:
+def _resume(model: str, folder: str, checkpoint: str | None, adapter: Any) -> dict[str, Any]:
+    """A run from its start or from a checkpoint."""
     changes = {"use_vllm": False, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 2}
-    trainer = _trainer(model, folder, True, True, **changes, peft_config=adapter)
+    trainer = trainer_of_two(model, folder, True, True, **changes, peft_config=adapter)
     trainer.train(checkpoint)
-    found = {"steps": trainer.state.global_step, "master_weights": _master_weights(trainer), "after": _stream(trainer)}
+
+    results = {
+        "steps": trainer.state.global_step,
+        "master_weights": master_weights(trainer),
+        "after": low_bit_bytes(trainer),
+    }
     if checkpoint is None:
-        with pytest.raises(RuntimeError, match="trains once"):  # without: no attribute 'backward'
+        # Without this error: no attribute 'backward'.
+        with pytest.raises(RuntimeError, match="trains once"):
             trainer.train()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", ["lora", "experts"])
 def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
-    folder, adapter = str(tmp_path / "run"), random_adapter() if kind == "lora" else None
-    whole = isolated_group(_resumed, 2, model, folder, None, adapter, timeout=120)
-    again = str(tmp_path / "again"), f"{folder}/checkpoint-2", adapter
-    for one, other in zip(whole, isolated_group(_resumed, 2, model, *again, timeout=120), strict=True):
-        assert one["steps"] == other["steps"] == 4
-        assert _same(one["master_weights"], other["master_weights"])
-        assert _same(one["after"], other["after"])
-        assert not _same(one["after"], _bytes(stored_tensors(f"{folder}/checkpoint-2/low_bit").items()))  # control
+    adapter = random_adapter() if kind == "lora" else None
+    half = tmp_path / "run" / "checkpoint-2"
+
+    straight = isolated_group(_resume, 2, model, str(tmp_path / "run"), None, adapter, timeout=120)
+    again = isolated_group(_resume, 2, model, str(tmp_path / "again"), str(half), adapter, timeout=120)
+
+    stored = as_bytes(stored_tensors(half / "low_bit").items())
+    for uninterrupted, resumed in zip(straight, again, strict=True):
+        assert uninterrupted["steps"] == resumed["steps"] == 4
+        assert same(uninterrupted["master_weights"], resumed["master_weights"])
+        assert same(uninterrupted["after"], resumed["after"])
+        # Control: it was trained after the checkpoint.
+        assert not same(uninterrupted["after"], stored)
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
 
 
 def _storages() -> dict[int, int]:
     """Bytes of all tensors of this process, by the address of what holds them."""
     gc.collect()
-    tensors = (t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu")
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    sizes = {}
+    for item in gc.get_objects():
+        # `type`: an object may answer anything when it is asked for its class.
+        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
+            storage = item.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
-def _held(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[str, int]]:
+def _train_and_measure(model: str, folder: str, adapter: Any) -> tuple[dict[str, int], dict[str, int]]:
     """After two updates: bytes that stay, by item and together; and those of the second step."""
+    before = _storages()
+    peaks = _watch_peaks()
+    changes = {"use_vllm": False, "max_completion_length": 8, "max_steps": 2, "peft_config": adapter}
+    trainer = trainer_of_two(model, folder, True, True, **changes)
+    trainer.train()
+
+    optimizer = trainer.deepspeed.optimizer
+    items = {
+        "master weights": sum(tensor.nbytes for tensor in optimizer.fp32_partitioned_groups_flat),
+        "optimizer state": _state_bytes(optimizer),
+        "weights to gather": sum(parameter.ds_tensor.nbytes for parameter in trainer._unwrapped.parameters()),
+        "gradients": optimizer.grad_partitions_flat_buffer.nbytes,
+        "quantized values": _low_bit_size(trainer.low_bit_store),
+    }
+    # DeepSpeed's bucket is a setting, and does not grow with the model.
+    together = sum(size for address, size in _storages().items() if address not in before)
+    bucket = sum(bucket.buffer.nbytes for bucket in optimizer.ipg_buckets.values())
+    return items, {"together": together, "bucket": bucket, "step": peaks[-1]}
+
+
+def _watch_peaks() -> list[int]:
+    """The most bytes that each step from now on has for itself."""
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-    before, step, steps = _storages(), DeepSpeedZeroOptimizer_Stage3.step, []
-    DeepSpeedZeroOptimizer_Stage3.step = lambda self, *args: steps.append(peak_bytes(lambda: step(self, *args)))
-    changes = {"use_vllm": False, "max_completion_length": 8, "max_steps": 2, "peft_config": adapter}
-    trainer = _trainer(model, folder, True, True, **changes)
-    trainer.train()
-    held = trainer.deepspeed.optimizer
-    state = [t for of_piece in held.optimizer.state.values() for t in of_piece.values() if isinstance(t, torch.Tensor)]
-    weights = trainer.low_bit_store.kept().values()
-    items = {
-        "master weights": sum(t.nbytes for t in held.fp32_partitioned_groups_flat),
-        "optimizer state": sum(t.nbytes for t in state),
-        "weights to gather": sum(p.ds_tensor.nbytes for p in trainer._unwrapped.parameters()),
-        "gradients": held.grad_partitions_flat_buffer.nbytes,
-        "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
-    }
-    together = sum(size for place, size in _storages().items() if place not in before)
-    bucket = sum(bucket.buffer.nbytes for bucket in held.ipg_buckets.values())
-    return items, {"together": together, "bucket": bucket, "step": steps[-1]}
+    peaks = []
+    step = DeepSpeedZeroOptimizer_Stage3.step
+
+    def measured(self: Any, *args: Any) -> None:
+        peaks.append(peak_bytes(lambda: step(self, *args)))
+
+    DeepSpeedZeroOptimizer_Stage3.step = measured
+    return peaks
+
+
+def _state_bytes(optimizer: Any) -> int:
+    size = 0
+    for state in optimizer.optimizer.state.values():
+        size += sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+    return size
+
+
+def _low_bit_size(store: Any) -> int:
+    """Bytes of the low-bit weights that the store keeps."""
+    size = 0
+    for weight in store.kept().values():
+        size += sum(tensor.nbytes for tensor in weight.tensors.values())
+    return size
 
 
 @pytest.mark.parametrize("kind", ["lora", "experts"])
 def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
     """The table of dev/memory.md, within 0.1 %. Nothing else of that size stays."""
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
-    config, adapter = meta.read_config(model), random_adapter() if kind == "lora" else None
-    parameters = meta.parameters(meta.skeleton(config, torch.float32, adapter, plan="W4A16"), "adamw_torch")
-    trained = sum(math.ceil(p.entries / 2) for p in parameters if p.optimizer)
-    expected = {
-        "master weights": 4 * trained,
-        "optimizer state": 8 * trained,
-        "weights to gather": 2 * sum(math.ceil(p.entries / 2) for p in parameters),
-        "gradients": 4 * trained,
-        "quantized values": sum(p.quantized for p in parameters),
-    }
-    for items, rest in isolated_group(_held, 2, model, str(tmp_path / "run"), adapter, timeout=120):
+    adapter = random_adapter() if kind == "lora" else None
+    expected = _planned_bytes(model, adapter)
+
+    for items, rest in isolated_group(_train_and_measure, 2, model, str(tmp_path / "run"), adapter, timeout=120):
         assert items == {name: pytest.approx(size, rel=1e-3) for name, size in expected.items()}
         assert rest["together"] - rest["bucket"] == pytest.approx(sum(expected.values()), rel=0.01)
-        assert rest["step"] == pytest.approx(4 * trained, rel=0.01)
+        copy_of_gradients = expected["gradients"]
+        assert rest["step"] == pytest.approx(copy_of_gradients, rel=0.01)
+
+
+def _planned_bytes(model: str, adapter: Any) -> dict[str, int]:
+    """What each of two ranks keeps, by the formulas of dev/memory.md."""
+    skeleton = meta.skeleton(meta.read_config(model), torch.float32, adapter, plan="W4A16")
+    parameters = meta.parameters(skeleton, "adamw_torch")
+
+    # DeepSpeed cuts each parameter in two, the odd entry rounded up.
+    entries = sum(math.ceil(parameter.entries / 2) for parameter in parameters)
+    trained = sum(math.ceil(parameter.entries / 2) for parameter in parameters if parameter.optimizer)
+    return {
+        "master weights": 4 * trained,
+        "optimizer state": 8 * trained,
+        "weights to gather": 2 * entries,
+        "gradients": 4 * trained,
+        "quantized values": sum(parameter.quantized for parameter in parameters),
+    }

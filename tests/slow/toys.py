@@ -1,16 +1,22 @@
-"""A small model on disk and a trainer around it, for tests with a real engine and for stages on a GPU (so: no pytest)."""
+"""A small model on disk and a trainer around it: for tests with a real engine, and without pytest for tests/gpu."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-CHARACTERS = "0123456789+=;# "
+CHARACTERS = "0123456789+-=;# "
 ENGINE = {"enforce_eager": True}
+# Prompt, sampled tokens and their log-probs by the engine.
+Sample = tuple[list[int], list[int], list[float]]
+
+
+# On disk -------------------------------------------------------------------------------------------------------------
 
 
 def make_tokenizer(characters: str = CHARACTERS) -> Any:
@@ -18,7 +24,10 @@ def make_tokenizer(characters: str = CHARACTERS) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(characters)}
+    vocabulary = {"<pad>": 0, "<eos>": 1}
+    for index, character in enumerate(characters):
+        vocabulary[character] = index + 2
+
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -31,15 +40,19 @@ def save_model(
     """
     A Qwen3 model with weights so large that its next-token distribution is not uniform.
 
-    With `experts` it is a Qwen3-MoE. `family="Qwen2"` has biases in q, k and v and tied embeddings here. `norms` makes the
-    weights of its norms random: a factor of 1 hides where it is rounded.
+    With `experts` it is a Qwen3-MoE. `family="Qwen2"` has biases in q, k and v and tied embeddings here. `norms` makes
+    the weights of its norms random: a factor of 1 hides where it is rounded.
     """
     import transformers
 
-    family += "Moe" if experts else ""
-    kind, architecture = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForCausalLM")
-    sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128} if experts else {}
-    config = kind(
+    sizes = {}
+    if experts:
+        family += "Moe"
+        sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = config_class(
         **sizes,
         vocab_size=64,
         hidden_size=256,
@@ -56,13 +69,16 @@ def save_model(
         bos_token_id=None,
     )
     torch.manual_seed(seed)
-    model = architecture(config)
+    model = model_class(config)
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if norms and "norm" in name:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith("bias"):
+                # Biases start at zero, which would hide a lost one.
                 parameter.copy_(0.5 * torch.randn_like(parameter))
+
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
@@ -74,13 +90,15 @@ def save_gptq(model: str, folder: Path) -> str:
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
 
+    # The model is random, so random tokens calibrate it as well as any text.
     torch.manual_seed(0)
     rows = torch.randint(2, 2 + len(CHARACTERS), (16, 32))
+    columns = {"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()}
     oneshot(
         model=model,
         tokenizer=model,
         precision="bfloat16",
-        dataset=Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()}),
+        dataset=Dataset.from_dict(columns),
         recipe=GPTQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]),
         max_seq_length=32,
         num_calibration_samples=16,
@@ -91,10 +109,17 @@ def save_gptq(model: str, folder: Path) -> str:
 
 def forge(checkpoint: Path) -> None:
     """Write the sizes of the files into the manifest again, so that a checkpoint that was changed counts as whole."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    left = [checkpoint / name for name in manifest["files"] if (checkpoint / name).exists()]
-    manifest["files"] = {str(file.relative_to(checkpoint)): file.stat().st_size for file in left}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    path = checkpoint / "manifest.json"
+    manifest = json.loads(path.read_text())
+
+    sizes = {}
+    for name in manifest["files"]:
+        file = checkpoint / name
+        if file.exists():
+            sizes[name] = file.stat().st_size
+
+    manifest["files"] = sizes
+    path.write_text(json.dumps(manifest))
 
 
 def stored_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -104,12 +129,16 @@ def stored_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
+# A run ---------------------------------------------------------------------------------------------------------------
+
+
 def distinct_characters(completions: list[str], **_: Any) -> list[float]:
     """A reward that every group of samples disagrees on."""
     return [float(len(set(completion))) for completion in completions]
 
 
 def prompts(number: int = 64) -> Any:
+    """A dataset of sums: "10+99=", "11+98=" and so on."""
     from datasets import Dataset
 
     return Dataset.from_list([{"prompt": f"{10 + i}+{99 - i}="} for i in range(number)])
@@ -117,7 +146,7 @@ def prompts(number: int = 64) -> Any:
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     """Arguments of a short run on the CPU engine, several updates to a rollout batch."""
-    return {
+    arguments = {
         "output_dir": str(folder),
         "use_cpu": True,
         "use_vllm": True,
@@ -136,72 +165,116 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
-    } | changes
+    }
+    return arguments | changes
 
 
 def make_trainer(model: str, folder: Path, peft_config: Any = None, number: int = 64, **changes: Any) -> Any:
+    """A `QaRLTrainer` of `settings` with `changes`, on `number` prompts."""
     from qarl_trl import QaRLConfig, QaRLTrainer
 
     args = QaRLConfig(**settings(folder, **changes))
     return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(number), peft_config=peft_config)
 
 
+def logged(trainer: Any, name: str) -> list[float]:
+    """What a trainer logged under `name`, from the first step to the last."""
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
 def random_adapter(**changes: Any) -> Any:
     """LoRA on five of the seven layers of a block."""
     from peft import LoraConfig
 
-    settings = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
-    return LoraConfig(task_type="CAUSAL_LM", **settings | changes)
+    arguments = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]}
+    return LoraConfig(task_type="CAUSAL_LM", **arguments | changes)
 
 
 def randomize_adapter(model: torch.nn.Module, scale: float = 0.02, seed: int = 7) -> None:
     """B random too, so that the adapter is of the size of a trained one from the start."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                p.copy_(torch.randn(p.shape, generator=generator) * scale)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
-def sample(
-    llm: Any, number: int, tokens: int = 48, ignore_eos: bool = False
-) -> list[tuple[list[int], list[int], list[float]]]:
-    """Prompt, sampled tokens and their log-probs by the engine; prompts of three lengths."""
+# Log-probs of both sides ---------------------------------------------------------------------------------------------
+
+
+def sample(llm: Any, number: int, tokens: int = 48, ignore_eos: bool = False) -> list[Sample]:
+    """Samples of `number` prompts, which have three lengths, of at most `tokens` tokens each."""
     from vllm import SamplingParams
 
+    # `logprobs=0`: of the sampled token alone.
     params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, ignore_eos=ignore_eos)
     texts = [row["prompt"][i % 3 :] for i, row in enumerate(prompts(number))]
-    answers = [(o.prompt_token_ids, o.outputs[0]) for o in llm.generate(texts, params, use_tqdm=False)]
-    return [
-        (list(prompt), list(a.token_ids), [step[t].logprob for step, t in zip(a.logprobs, a.token_ids, strict=True)])
-        for prompt, a in answers
-    ]
+
+    samples = []
+    for output in llm.generate(texts, params, use_tqdm=False):
+        answer = output.outputs[0]
+        steps = zip(answer.logprobs, answer.token_ids, strict=True)
+        logps = [step[token].logprob for step, token in steps]
+        samples.append((list(output.prompt_token_ids), list(answer.token_ids), logps))
+    return samples
 
 
 @torch.no_grad()
 def learner_logprobs(model: torch.nn.Module, samples: list[tuple[list[int], list[int], Any]]) -> list[torch.Tensor]:
     """Log-probs of the same tokens by the learner, in batches padded as TRL pads them."""
-    found, device = [], next(model.parameters()).device
-    for start in range(0, len(samples), 64):
-        batch = samples[start : start + 64]
-        left, right = (max(len(row[i]) for row in batch) for i in (0, 1))
-        ids, mask = torch.zeros(2, len(batch), left + right, dtype=torch.long)
-        for row, (prompt, answer, _) in enumerate(batch):
-            begin, end = left - len(prompt), left + len(answer)
-            ids[row, begin:end], mask[row, begin:end] = torch.tensor(prompt + answer), 1
-        ids, mask = ids.to(device), mask.to(device)
+    device = next(model.parameters()).device
+    logps = []
+    for batch in _batches(samples, 64):
+        ids, mask, prompt_columns = _pad(batch)
+        ids = ids.to(device)
+        mask = mask.to(device)
+
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(input_ids=ids, attention_mask=mask).logits
-        logps = logits[:, left - 1 : -1].float().log_softmax(-1).gather(-1, ids[:, left:, None]).squeeze(-1)
-        found += [logps[row, : len(answer)].cpu() for row, (_, answer, _) in enumerate(batch)]
-    return found
+
+        # The logits of a column predict the token of the next one.
+        predictions = logits[:, prompt_columns - 1 : -1].float().log_softmax(-1)
+        answers = ids[:, prompt_columns:, None]
+        of_answers = predictions.gather(-1, answers).squeeze(-1)
+
+        # Without the columns after the end of each answer.
+        for row, (_, answer, _) in enumerate(batch):
+            logps.append(of_answers[row, : len(answer)].cpu())
+    return logps
+
+
+def _batches(samples: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
+
+
+def _pad(batch: list[tuple[list[int], list[int], Any]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Token ids and mask `(B, T)`, prompts padded on the left, answers on the right; and the columns of prompts."""
+    prompt_columns = max(len(prompt) for prompt, _, _ in batch)
+    answer_columns = max(len(answer) for _, answer, _ in batch)
+    ids = torch.zeros(len(batch), prompt_columns + answer_columns, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+
+    for row, (prompt, answer, _) in enumerate(batch):
+        first = prompt_columns - len(prompt)
+        end = prompt_columns + len(answer)
+        ids[row, first:end] = torch.tensor(prompt + answer)
+        mask[row, first:end] = 1
+
+    return ids, mask, prompt_columns
 
 
 def sync(engine: Any) -> dict[str, torch.Tensor]:
     """Weight sync once; what was sent to the engine."""
     sent: dict[str, torch.Tensor] = {}
     stream = engine._iter_named_params
-    engine._iter_named_params = lambda: ((n, sent.setdefault(n, t)) for n, t in stream())
+
+    def recorded() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stream():
+            sent.setdefault(name, tensor)
+            yield name, sent[name]
+
+    engine._iter_named_params = recorded
     engine.sync_weights()
     engine._iter_named_params = stream
     return sent
@@ -211,19 +284,24 @@ def fresh_engine_logprobs(path: str) -> tuple[list[list[int]], list[list[float]]
     """`engine_logprobs` of a new engine that loads the checkpoint at `path`."""
     from vllm import LLM
 
-    settings = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 4096}
-    return engine_logprobs(LLM(path, logprobs_mode="processed_logprobs", **ENGINE, **settings))
+    sizes = {"max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 4096}
+    return engine_logprobs(LLM(path, logprobs_mode="processed_logprobs", **ENGINE, **sizes))
 
 
 def engine_logprobs(llm: Any, number: int = 6) -> tuple[list[list[int]], list[list[float]]]:
     """Greedy tokens of a few prompts and the log-probabilities of prompt and answer, as the engine gives them."""
     from vllm import SamplingParams
 
+    # Answers of one length, whatever the weights are: two engines are compared token by token.
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, prompt_logprobs=0, ignore_eos=True)
-    outputs = llm.generate([row["prompt"] for row in prompts(number)], params, use_tqdm=False)
-    tokens = [list(o.outputs[0].token_ids) for o in outputs]
+    texts = [row["prompt"] for row in prompts(number)]
+
+    tokens = []
     scores = []
-    for output in outputs:
-        steps = [step for step in [*output.prompt_logprobs, *output.outputs[0].logprobs] if step]
+    for output in llm.generate(texts, params, use_tqdm=False):
+        answer = output.outputs[0]
+        tokens.append(list(answer.token_ids))
+        # The first token of a prompt has no log-prob.
+        steps = [step for step in [*output.prompt_logprobs, *answer.logprobs] if step]
         scores.append([next(iter(step.values())).logprob for step in steps])
     return tokens, scores
