@@ -65,7 +65,7 @@ def test_a_second_choice_changes_nothing_that_the_user_set(a_cpu, monkeypatch):
 
 def by_the_trainer(tmp_path, monkeypatch):
     args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False)
-    with pytest.raises(OSError, match="no/such-model"):
+    with pytest.raises(OSError, match="find them in the cached files"):
         QaRLTrainer("no/such-model", args=args)
 
 
