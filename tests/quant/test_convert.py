@@ -6,11 +6,10 @@ import pickle
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qarl_trl.quant import apply_quantization, low_bit_store, quantized_modules, remove_quantization
+from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.linear import QuantLinear
 
 
@@ -174,19 +173,3 @@ def test_a_copy_of_a_quantized_model_is_quantized_and_independent(tiny_model, cl
             p.mul_(2)
     assert torch.equal(model(TOKENS).logits, logits)
     assert not torch.equal(twin(TOKENS).logits, logits)
-
-
-def test_a_bypassed_layer_is_named():
-    model, tokens = apply_quantization(make_model(num_hidden_layers=1), "W4A16"), torch.tensor([[3, 4, 5]])
-    assert len(low_bit_store(model).bypassed_layers()) == 7
-    model(tokens)
-    assert low_bit_store(model).bypassed_layers() == []
-
-    model = apply_quantization(make_model(num_hidden_layers=1), "W4A16")
-    layer = model.model.layers[0].mlp.up_proj
-    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
-    model(tokens)
-    assert low_bit_store(model).bypassed_layers() == ["model.layers.0.mlp.up_proj"]
-
-    model = apply_quantization(make_model(num_hidden_layers=1), "W4A16", quantize_forward=False)
-    assert low_bit_store(model).bypassed_layers() == []  # the baseline has no low-bit forward to miss
