@@ -144,7 +144,14 @@ def train_one_step(
 
     stream = dict(iter_low_bit_weights(model))
     tensors += [tensor.clone() for tensor in stream.values()]
-    return Step(tensors, list(stream), moved.gathered, moved.reduced, len(quantized_shapes), kept_bytes(model))
+    return Step(
+        tensors=tensors,
+        names=list(stream),
+        gathered=moved.gathered,
+        reduced=moved.reduced,
+        quantized=len(quantized_shapes),
+        kept=kept_bytes(model),
+    )
 
 
 def same_step(one: Step, other: Step) -> bool:
@@ -207,13 +214,13 @@ def train_both_ways(kind: str, scheme: str) -> dict[str, Any]:
     assert not same_step(by_quantized[1], stale[1])
 
     matrices = low_bit_matrices(model_by_quantized)
+    assert matrices
     assert all(type(param.to_local()) is MasterShard for param in matrices)
     torch.distributed.destroy_process_group()
 
-    steps = []
-    for one, other in zip(by_weights, by_quantized, strict=True):
-        one.tensors = other.tensors = []  # too many to send
-        steps.append((one, other))
+    for step in (*by_weights, *by_quantized):
+        step.tensors = []  # too many to send to the test
+    steps = list(zip(by_weights, by_quantized, strict=True))
     return {"steps": steps, "matrices": len(matrices), "entries": sum(param.numel() for param in matrices)}
 
 
@@ -230,7 +237,7 @@ def test_training_by_gathered_quantized_values_is_training_by_gathered_weights(k
             assert by_weights.reduced == by_quantized.reduced
             assert by_quantized.kept * 2 == by_weights.kept
 
-        # The first step also quantizes the weights that it starts with.
+        # The first forward, and the sync after each step, whose quantized values the next forward uses.
         matrices = result["matrices"]
         assert [step.quantized for _, step in result["steps"]] == [2 * matrices, matrices, matrices]
 
