@@ -1,4 +1,7 @@
-"""`qarl_trl.metrics.clock`: quantized values that changed, counted by hand. The clock itself: tests/rollout/test_engine.py."""
+"""`qarl_trl.metrics.clock`: quantized values that changed, counted by hand.
+
+The clock itself: tests/rollout/test_engine.py.
+"""
 
 import pytest
 import torch

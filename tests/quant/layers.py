@@ -22,7 +22,7 @@ def make_model(scheme="W4A16", bias=False, dtype=torch.float32, **options):
 
 
 def make_layer(*args, **options):
-    """The layer of such a model. Forward and backward do not need the model, which is gone (tests/quant/test_store.py)."""
+    """The layer of such a model, which is gone: forward and backward do not need it (tests/quant/test_store.py)."""
     return make_model(*args, **options)[0]
 
 
@@ -40,6 +40,7 @@ def quantized_input(scheme, x):
     if scheme in WEIGHT_ONLY:
         return x
 
+    # Each function takes the dtype that the gemm of its scheme quantizes.
     rows = x.flatten(0, -2)
     if scheme == "W4A8":
         quantized, scale = activations.quantize_tokens_int8_asymmetric(rows.bfloat16())
@@ -58,6 +59,7 @@ def multiplied_weight(layer):
     if support_of(layer.scheme).name != "W4AFP8":
         return dequantize(low_bit, torch.float32)
 
+    # Hopper's kernel multiplies float8 numbers, which it finds in a table by the 4-bit code.
     quantized = references.unpack_int4(low_bit.quantized, layer.in_features)
     table, scale = references.int4_float8_table(quantized, low_bit.scale.tolist())
     return table * scale
@@ -71,5 +73,6 @@ def record_quantizations(monkeypatch):
         shapes.append(tuple(weight.shape))
         return quantize_weight(weight, *args)
 
+    # Not the name in `quantize`: tests call that one for what they expect.
     monkeypatch.setattr(store, "quantize_weight", recorded)
     return shapes

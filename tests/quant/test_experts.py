@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.experts`: fused experts against transformers' own forward, a loop of layers and a token-by-token reference."""
+"""`qarl_trl.quant.experts`: fused experts against transformers' forward, a loop of layers and a reference by token."""
 
 import pytest
 import references
@@ -75,13 +75,14 @@ def multiplied_matrices(experts, name):
 
 
 def put_on_grid(model):
-    """Give the linear layers and experts weights that W4A16_ASYM stores exactly: (code - 8) / 32, 0 and 15 in each group."""
+    """Give linear layers and experts weights that W4A16_ASYM stores exactly: (code - 8) / 32, with codes 0 and 15."""
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
         is_linear = "_proj" in name and param.ndim == 2
         is_expert = param.ndim == 3
         if is_linear or is_expert:
             codes = torch.randint(0, 16, param.shape, generator=generator)
+            # The group's range is then that of the codes, so the scale is exact.
             codes[..., 0::128] = 0
             codes[..., 1::128] = 15
             param.data = ((codes - 8) / 32).to(param.dtype)
@@ -145,7 +146,7 @@ def linear_layers_of(experts, scheme, group_size=None):
 
 
 def run_one_by_one(layers, x, chosen, routing):
-    """The experts one after the other, as llm-compressor's linearized experts run; a token's choices are summed last."""
+    """The experts one after the other, as llm-compressor's linearized experts; a token's choices are summed last."""
     by_choice = [None] * chosen.numel()
     for expert in range(len(layers) // 2):
         token, choice = torch.where(chosen == expert)
@@ -153,6 +154,7 @@ def run_one_by_one(layers, x, chosen, routing):
         down = layers[f"{expert}_down_proj"](nn.functional.silu(gate) * up)
         weighted = down * routing[token, choice, None]
 
+        # The order of a sum decides its last bits: by choice, and not by expert.
         places = token * chosen.shape[1] + choice
         for row, place in zip(weighted, places.tolist(), strict=True):
             by_choice[place] = row
@@ -235,8 +237,8 @@ def largest_differences(tensors, expected):
     return differences
 
 
-# Largest difference measured: 4.3e-7 for W4A16, float32 sums; 2.3e-3 for FP8, in the gradients by x, gate and up, which the
-# backward takes from weights dequantized in bfloat16 (the rest: 2.2e-7).
+# Largest difference measured: 4.3e-7 for W4A16, float32 sums; 2.3e-3 for FP8, in the gradients by x, gate and up,
+# which the backward takes from weights dequantized in bfloat16 (the rest: 2.2e-7).
 @pytest.mark.parametrize(
     ("scheme", "quantize_input", "tolerance"),
     [("W4A16", keep_row, 4e-6), ("FP8_DYNAMIC", quantize_row_to_float8, 5e-3)],
@@ -275,9 +277,9 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(monkeypatch):
     def with_garbage(a, b, *, offs):
         y = grouped_mm(a, b, offs=offs)
         sizes = offs.diff(prepend=offs.new_zeros(1))
-        if b.ndim == 3:
+        if b.ndim == 3:  # the output of a layer
             y[offs[-1] :] = torch.nan
-        else:
+        else:  # the gradient of its weights, which is a matrix for each expert
             assert (sizes == 0).any()  # control
             y[sizes == 0] = torch.nan
         return y
@@ -314,6 +316,7 @@ def test_an_expert_that_is_not_there_stops_the_run():
     """As expert parallelism of transformers marks the tokens of other ranks; the product would skip those rows."""
     experts = experts_of(quantized_model())
     x, chosen, routing = make_inputs(3, experts)
+    # Of four experts the last one becomes number 7.
     outside = chosen + 1 + 3 * (chosen == chosen.max())
 
     with pytest.raises(RuntimeError, match="outside the 4"):
@@ -352,6 +355,7 @@ class Recorder(TorchDispatchMode):
             if storage.nbytes() >= self.least and storage.data_ptr() not in addresses:
                 self._alive[StorageWeakRef(storage)] = storage.nbytes()
 
+        # A weak reference to a storage expires with its last tensor.
         self._alive = {reference: size for reference, size in self._alive.items() if not reference.expired()}
         self.peak = max(self.peak, sum(self._alive.values()))
         return result

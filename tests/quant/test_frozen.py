@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.frozen`: `Q(W) x + s B (A x)`, its gradients, what of the base is alive, and the kernels it follows."""
+"""`qarl_trl.quant.frozen`: `Q(W) x + s B (A x)`, its gradients, what of the base is alive, the kernels it follows."""
 
 import copy
 import gc
@@ -193,7 +193,7 @@ SIZE_OF_MLP = 256 * 128  # of gate, up and down: no other tensor has so many ent
 
 
 def matrices_alive():
-    """Addresses and shapes of the floating tensors of 2 bytes and more an entry that have the size of an MLP's weight."""
+    """Addresses and shapes of the tensors in bfloat16 or float32 that have the size of an MLP's weight."""
     alive = {}
     for thing in gc.get_objects():
         if type(thing) not in (torch.Tensor, torch.nn.Parameter) or thing.is_meta:
@@ -229,6 +229,7 @@ def test_no_second_matrix_of_the_base_is_ever_alive(checkpoint, scheme, source, 
 
         return call
 
+    # Every place where a high-precision matrix is made or read.
     dequantize_counting = counting(quantize.dequantize)
     monkeypatch.setattr(gemm, "dequantize", dequantize_counting)
     monkeypatch.setattr(quantize, "dequantize", dequantize_counting)
@@ -350,6 +351,7 @@ def test_a_checkpoint_that_is_stored_otherwise_is_refused(checkpoint, tmp_path, 
     tensors = load_file(checkpoint() / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    # The config says what must be stored, and the file has something else.
     (tmp_path / "config.json").write_text((checkpoint() / "config.json").read_text())
 
     with pytest.raises(ValueError, match=words):

@@ -1,4 +1,7 @@
-"""`qarl_trl.quant.gathers`: FSDP2 trains by quantized values as by weights, bit for bit, in two real processes that count what moves."""
+"""`qarl_trl.quant.gathers`: FSDP2 trains by quantized values as by weights, bit for bit, in two processes.
+
+They are real ones, and count the bytes that move.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,7 @@ def sharded_model(kind: str, scheme: str, gather_quantized: bool, **changes: Any
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
     load_shards(model, start)
+    # Buffers that no checkpoint has went to the meta device, too.
     for name, buffer in buffers.items():
         parent, _, local = name.rpartition(".")
         model.get_submodule(parent).register_buffer(local, buffer, persistent=False)
@@ -106,10 +110,11 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 def train(model: nn.Module, steps: int = 3) -> list[Step]:
-    """Train with AdamW, two micro-batches a step; gradients are accumulated as shards, and in the second step whole."""
+    """Train with AdamW, two micro-batches a step; gradients accumulate as shards, and in the second step whole."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     low_bit_store(model).follow(optimizer)
 
+    # Both ways quantize the rows of a process in `shards`.
     quantized_shapes: list[torch.Size] = []
     quantize_weight = shards.quantize_weight
 

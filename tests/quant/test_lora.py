@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.lora`: the merged weight, its quantized values for three readers, gradients to A and B, and what is refused."""
+"""`qarl_trl.quant.lora`: the merged weight and its three readers, gradients to A and B, and what is refused."""
 
 import copy
 
@@ -33,7 +33,7 @@ TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
 
 def with_adapters(model, seed=3, **changes):
-    """`model` with adapters whose B is not zero: of the size of a trained one, or the base alone would pass the tests."""
+    """`model` with adapters whose B is as large as a trained one: with zeros the base alone would pass the tests."""
     settings = {"r": 4, "lora_alpha": 16, "target_modules": ADAPTED, "lora_dropout": 0.0} | changes
     torch.manual_seed(seed)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
@@ -322,6 +322,7 @@ def test_the_base_is_quantized_once_for_a_reference_model(tiny_model, monkeypatc
     model(TOKENS, labels=TOKENS).loss.backward()
     optimizer.step()
 
+    # Three micro-batches of reference log-probs.
     quantizations.clear()
     for _ in range(3):
         with torch.no_grad(), model.disable_adapter():
@@ -461,7 +462,7 @@ def check_stream(stream, multiplied):
 
 
 def train_sharded(folder):
-    """Two processes compare what they sync with what they multiplied by; rank 0 writes the last stream and the gradients' names."""
+    """In one of two processes: compare what is synced with what was multiplied by. Rank 0 writes what it has."""
     torch.distributed.init_process_group("gloo")
     model = sharded_model()
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)

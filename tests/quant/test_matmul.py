@@ -29,6 +29,7 @@ def test_gradients_are_the_straight_through_ones(scheme):
     x = make_input(7)
     grad = make_gradient(7)
 
+    # A leaf, because `x` itself is quantized below.
     leaf = x.clone().requires_grad_()
     (layer(leaf) * grad).sum().backward()
 
@@ -86,7 +87,7 @@ def bytes_kept_for_backward(module, x):
 
 
 def wide_model(scheme=None):
-    """Two linear layers, wide enough that their weights outweigh the activations of eight tokens; `None`: as they are."""
+    """Two linear layers, wide enough that weights outweigh the activations of eight tokens; `None`: high precision."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.SiLU(), nn.Linear(512, 512, bias=False))
     if scheme is None:

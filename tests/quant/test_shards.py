@@ -40,7 +40,7 @@ def what_was_gathered(scheme, weight, mesh):
     """
     Quantize a sharded weight, and compare it with the whole one.
 
-    Returns "quantized" or "weight", by the bytes that each process received: half of all, with the padding of uneven shards.
+    Returns "quantized" or "weight", by the bytes that each process received: half of all, with the padding of shards.
     """
     expected = quantize_weight(weight.flatten(0, -2), scheme)
     with MovedBytes() as moved:
@@ -135,7 +135,7 @@ def check_stream(stream, scheme, master_weights):
 
 
 def sync_in_processes(scheme):
-    """Bytes that a sync moves, and that gathering all master weights moves; bytes of the stream; entries of both kinds."""
+    """What a sync moves, what gathering all master weights moves, and how large both kinds of weights are."""
     torch.distributed.init_process_group("gloo")
     model = trained_under_fsdp2(scheme)
 

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own as master weights, frozen scales, broken files."""
+"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own, as master weights or frozen; broken files."""
 
 import json
 import re
@@ -72,6 +72,7 @@ def modifiers(method):
 
 
 def run_llmcompressor(model, method, folder):
+    """Quantize and save; GPTQ and AWQ need calibration data."""
     oneshot = pytest.importorskip("llmcompressor").oneshot
     data = {}
     if method.startswith(("gptq", "awq")):

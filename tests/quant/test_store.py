@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.store`: when low-bit weights are made and kept, for which model, and how the store learns of changes."""
+"""`qarl_trl.quant.store`: when low-bit weights are made and kept, and how the store learns of changes."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ def is_low_bit_form_of(low_bit, weight):
 
 
 class AliasWriter(torch.optim.Optimizer):
-    """Triples weights through `param.data`, which leaves no trace in the parameter. Fused and sharded optimizers do so too."""
+    """Triples weights through `param.data`: like a fused or sharded optimizer it leaves no trace in the parameter."""
 
     def __init__(self, params):
         super().__init__(params, defaults={})
