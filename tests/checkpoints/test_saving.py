@@ -382,6 +382,7 @@ def vision(tmp_path_factory):
 
 
 def make_vision_trainer(vision, folder, **changes):
+    # transformers stores such a model under other names than it has in memory.
     args = QaRLConfig(**without_engine(folder, quant_ignore=["lm_head", "re:.*visual.*"], **changes))
     tokenizer = AutoTokenizer.from_pretrained(vision)
     return QaRLTrainer(vision, distinct_characters, args, train_dataset=prompts(8), processing_class=tokenizer)
@@ -420,7 +421,7 @@ class Attack:
 def test_a_pickle_in_a_checkpoint_does_not_run(model, checkpoint_of, tmp_path, name):
     folder = shutil.copytree(checkpoint_of(6), tmp_path / "checkpoint-6")
     torch.save(Attack(tmp_path / "ran"), folder / name)
-    forge(folder)
+    forge(folder)  # the manifest names the new size
     resumed = make_resumed(model, tmp_path)
 
     with pytest.raises(pickle.UnpicklingError, match="(?i)weights.only"):
