@@ -6,45 +6,68 @@ import pickle
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qarl_trl.quant import apply_quantization, low_bit_store, quantized_modules, remove_quantization
+from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.linear import QuantLinear
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
-LAYER = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-         "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
-LINEARS = [f"model.layers.{i}.{name}" for i in (0, 1) for name in LAYER]
+LAYER = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+LINEARS = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in LAYER]
 
 
 def names_of(model):
     return [name for name, _ in quantized_modules(model)]
 
 
-def snapshot(model):
-    """Everything that must survive: modules, parameters, buffers, `state_dict`."""
-    parameters = [(n, tuple(p.shape), p.dtype, p.requires_grad, id(p)) for n, p in model.named_parameters()]
-    names = [[n for n, _ in found] for found in (model.named_modules(), model.named_buffers())]
-    return parameters, names, list(model.state_dict())
+def linears_with(*parts):
+    """The names of `LINEARS` that contain one of `parts`."""
+    return [name for name in LINEARS if any(part in name for part in parts)]
+
+
+def structure_of(model):
+    """All that must stay as it is, besides values: modules, parameters, buffers, `state_dict`."""
+    parameters = {}
+    for name, param in model.named_parameters():
+        parameters[name] = (tuple(param.shape), param.dtype, param.requires_grad, id(param))
+
+    return {
+        "parameters": list(parameters.items()),
+        "modules": [name for name, _ in model.named_modules()],
+        "buffers": [name for name, _ in model.named_buffers()],
+        "state_dict": list(model.state_dict()),
+    }
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, scheme):
     model = tiny_model(kind)
-    before, values = snapshot(model), {n: t.clone() for n, t in model.state_dict().items()}
+    structure = structure_of(model)
+    values = copy.deepcopy(model.state_dict())
     logits = model(TOKENS).logits
+
     assert apply_quantization(model, scheme) is model
+
     assert names_of(model) == LINEARS
-    assert snapshot(model) == before
+    assert structure_of(model) == structure
     assert not torch.equal(model(TOKENS).logits, logits)  # control: the forward did change
+
     model(TOKENS, labels=TOKENS).loss.backward()
-    assert snapshot(model) == before
-    assert all(torch.equal(t, values[n]) for n, t in model.state_dict().items())
-    assert all(p.grad is not None for p in model.parameters())
+    assert structure_of(model) == structure
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, values[name]), name
+    assert all(param.grad is not None for param in model.parameters())
     assert not hasattr(model.config, "quantization_config")
 
 
@@ -55,8 +78,8 @@ def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, sch
     ("targets", "ignore", "expected"),
     [
         (["Linear"], [], [*LINEARS, "lm_head"]),
-        (["Linear"], ["lm_head", r"re:.*down_proj$"], [n for n in LINEARS if "down_proj" not in n]),
-        ([r"re:.*mlp\.(gate|up)_proj$"], ["lm_head"], [n for n in LINEARS if "gate_proj" in n or "up_proj" in n]),
+        (["Linear"], ["lm_head", r"re:.*down_proj$"], linears_with("self_attn", "gate_proj", "up_proj")),
+        ([r"re:.*mlp\.(gate|up)_proj$"], ["lm_head"], linears_with("gate_proj", "up_proj")),
         (["model.layers.1.self_attn.q_proj"], [], ["model.layers.1.self_attn.q_proj"]),
     ],
 )
@@ -64,14 +87,18 @@ def test_targets_and_ignore_choose_the_layers(tiny_model, targets, ignore, expec
     assert names_of(apply_quantization(tiny_model(), "W4A16", targets, ignore)) == expected
 
 
-def test_by_default_the_head_and_routers_stay_in_high_precision():
-    def model():
-        mlp = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("gate", "shared_expert_gate", "up_proj")})
-        layer = nn.ModuleDict({"mlp": mlp, "router": nn.Linear(128, 128)})
-        return nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(128, 128)})
+def model_with_routers():
+    """One linear layer, three routers of a mixture, and a head."""
+    mlp = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("gate", "shared_expert_gate", "up_proj")})
+    layer = nn.ModuleDict({"mlp": mlp, "router": nn.Linear(128, 128)})
+    return nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(128, 128)})
 
-    assert names_of(apply_quantization(model(), "W4A16")) == ["layer.mlp.up_proj"]
-    assert len(names_of(apply_quantization(model(), "W4A16", ignore=["lm_head"]))) == 4  # control: a list of one's own
+
+def test_by_default_the_head_and_routers_stay_in_high_precision():
+    assert names_of(apply_quantization(model_with_routers(), "W4A16")) == ["layer.mlp.up_proj"]
+
+    # Control: a list of one's own takes the place of the default.
+    assert len(names_of(apply_quantization(model_with_routers(), "W4A16", ignore=["lm_head"]))) == 4
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -84,64 +111,84 @@ class LinearWithAdapter(nn.Linear):
 def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_model):
     model = tiny_model()
     model.model.layers[1].mlp.up_proj.__class__ = LinearWithAdapter
+
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj'.*LinearWithAdapter"):
         apply_quantization(model, "W4A16")
+
     assert names_of(model) == []
 
 
 @pytest.mark.parametrize(
-    ("sizes", "scheme", "group_size", "divides"),
-    [
-        ((8, 256), "W4A16", 128, True),
-        ((8, 192), "W4A16", 128, False),
-        ((8, 100), "W4A16", -1, True),
-        ((128, 256), "FP8_BLOCK", None, True),
-        ((64, 256), "FP8_BLOCK", None, False),
-    ],
+    ("sizes", "scheme", "group_size"),
+    [((8, 256), "W4A16", 128), ((8, 100), "W4A16", -1), ((128, 256), "FP8_BLOCK", None)],
 )
-def test_groups_and_blocks_divide_a_layer_or_it_is_refused(sizes, scheme, group_size, divides):
+def test_a_layer_that_groups_or_blocks_divide_is_quantized(sizes, scheme, group_size):
     out_features, in_features = sizes
     model = nn.ModuleDict({"up_proj": nn.Linear(in_features, out_features)})
-    if divides:
-        assert names_of(apply_quantization(model, scheme, group_size=group_size)) == ["up_proj"]
-    else:
-        with pytest.raises(ValueError, match=f"'up_proj'.*out_features={out_features}.*in_features={in_features}"):
-            apply_quantization(model, scheme, group_size=group_size)
+
+    assert names_of(apply_quantization(model, scheme, group_size=group_size)) == ["up_proj"]
+
+
+@pytest.mark.parametrize(("sizes", "scheme", "group_size"), [((8, 192), "W4A16", 128), ((64, 256), "FP8_BLOCK", None)])
+def test_a_layer_that_groups_or_blocks_do_not_divide_is_refused(sizes, scheme, group_size):
+    out_features, in_features = sizes
+    model = nn.ModuleDict({"up_proj": nn.Linear(in_features, out_features)})
+
+    with pytest.raises(ValueError, match=f"'up_proj'.*out_features={out_features}.*in_features={in_features}"):
+        apply_quantization(model, scheme, group_size=group_size)
 
 
 def test_a_tied_head_cannot_be_quantized(tiny_model):
     model = tiny_model(tie_word_embeddings=True)
+
     with pytest.raises(ValueError, match="'lm_head'.*tied"):
         apply_quantization(model, "W4A16", ignore=[])
+
+    # Control: without the head it is quantized.
     assert names_of(apply_quantization(model, "W4A16")) == LINEARS
 
 
-def test_a_group_that_matches_nothing_is_an_error(tiny_model):
-    groups = {"W4A16": ["Linear"], "FP8_DYNAMIC": ["re:.*experts.*"]}
-    for scheme, fields in (
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
         ("W4A16", {"targets": ["Liner"]}),
-        (QuantizationConfig(config_groups=groups), {}),
+        (QuantizationConfig(config_groups={"W4A16": ["Linear"], "FP8_DYNAMIC": ["re:.*experts.*"]}), {}),
         (QuantizationConfig(config_groups={}), {}),
-    ):
-        with pytest.raises(ValueError, match="targets=.*must match a layer"):
-            apply_quantization(tiny_model(), scheme, **fields)
+    ],
+    ids=["misspelt", "one of two groups", "no group"],
+)
+def test_a_group_that_matches_nothing_is_an_error(tiny_model, scheme, options):
+    with pytest.raises(ValueError, match="targets=.*must match a layer"):
+        apply_quantization(tiny_model(), scheme, **options)
 
 
 def test_a_model_that_is_quantized_already_is_refused(tiny_model):
     model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
+
     with pytest.raises(ValueError, match=r"quantized already.*remove_quantization"):
         apply_quantization(model, "FP8_DYNAMIC")
+
+    # The advice works.
     apply_quantization(remove_quantization(model), "FP8_DYNAMIC")
-    remove_quantization(model).config.quantization_config = {"quant_method": "gptq"}
+
+
+def test_a_model_that_another_library_quantized_is_refused(tiny_model):
+    model = tiny_model(num_hidden_layers=1)
+    model.config.quantization_config = {"quant_method": "gptq"}
+
     with pytest.raises(ValueError, match="quantized already.*gptq"):
         apply_quantization(model, "W4A16")
 
 
 def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
-    model, adapter = tiny_model(num_hidden_layers=1), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = tiny_model(num_hidden_layers=1)
     model.add_adapter(adapter)
+
     with pytest.raises(ValueError, match="without a PeftModel"):
         apply_quantization(model, "W4A16")
+
+    # Control: the same adapter in a PeftModel.
     apply_quantization(get_peft_model(tiny_model(num_hidden_layers=1), adapter), "W4A16")
 
 
@@ -149,10 +196,12 @@ def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
 
 
 def test_removing_restores_the_model(tiny_model):
-    model, plain = tiny_model(), tiny_model()
-    apply_quantization(model, "W4A16")
+    model = apply_quantization(tiny_model(), "W4A16")
+    plain = tiny_model()
     quantized_logits = model(TOKENS).logits
+
     assert remove_quantization(model) is model
+
     assert names_of(model) == []
     for (name, module), (_, original) in zip(model.named_modules(), plain.named_modules(), strict=True):
         assert type(module) is type(original), name
@@ -161,32 +210,25 @@ def test_removing_restores_the_model(tiny_model):
     assert not torch.equal(quantized_logits, plain(TOKENS).logits)  # control
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def pickle_and_load(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, pickle_and_load])
 def test_a_copy_of_a_quantized_model_is_quantized_and_independent(tiny_model, clone):
     model = apply_quantization(tiny_model(), "W4A16")
     logits = model(TOKENS).logits
+
     twin = clone(model)
+
     assert names_of(twin) == LINEARS
-    assert all(isinstance(m, QuantLinear) and m.gemm is None for _, m in quantized_modules(twin))
+    for _, layer in quantized_modules(twin):
+        assert isinstance(layer, QuantLinear)
+        assert layer.gemm is None
     assert torch.equal(twin(TOKENS).logits, logits)
+
     with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(2)
+        for param in twin.parameters():
+            param.mul_(2)
     assert torch.equal(model(TOKENS).logits, logits)
     assert not torch.equal(twin(TOKENS).logits, logits)
-
-
-def test_a_bypassed_layer_is_named():
-    model, tokens = apply_quantization(make_model(num_hidden_layers=1), "W4A16"), torch.tensor([[3, 4, 5]])
-    assert len(low_bit_store(model).bypassed_layers()) == 7
-    model(tokens)
-    assert low_bit_store(model).bypassed_layers() == []
-
-    model = apply_quantization(make_model(num_hidden_layers=1), "W4A16")
-    layer = model.model.layers[0].mlp.up_proj
-    layer.forward = lambda x: torch.nn.functional.linear(x, layer.weight)
-    model(tokens)
-    assert low_bit_store(model).bypassed_layers() == ["model.layers.0.mlp.up_proj"]
-
-    model = apply_quantization(make_model(num_hidden_layers=1), "W4A16", quantize_forward=False)
-    assert low_bit_store(model).bypassed_layers() == []  # the baseline has no low-bit forward to miss

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.lora`: the merged weight, its quantized values for three readers, gradients to A and B, and what is refused."""
+"""`qarl_trl.quant.lora`: the merged weight and its three readers, gradients to A and B, and what is refused."""
 
 import copy
 
@@ -20,50 +20,69 @@ from qarl_trl.quant import (
     quantize_weight,
     remove_quantization,
 )
-from qarl_trl.quant.activations import quantize_tokens_fp8
 from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.lora import merged_weight
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
+from quant.layers import make_gradient, make_input, quantized_input, record_quantizations
 from quant.schemes import relative_error, same_tensors
 
 
 SCHEMES = ["W4A16", "FP8_DYNAMIC"]
+ADAPTED = ["q_proj", "v_proj", "down_proj"]
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
 
-def adapted(model, seed=3, **changes):
-    """`model` with adapters whose B is not zero: of the size of a trained one, or the base alone would pass the tests."""
-    settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.0}
+def with_adapters(model, seed=3, **changes):
+    """`model` with adapters whose B is as large as a trained one: with zeros the base alone would pass the tests."""
+    settings = {"r": 4, "lora_alpha": 16, "target_modules": ADAPTED, "lora_dropout": 0.0} | changes
     torch.manual_seed(seed)
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings | changes))
-    randomize(model)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    randomize_factor_b(model)
     return model
 
 
-def randomize(model, scale=0.05, adapter="default"):
+def randomize_factor_b(model, adapter="default"):
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        for name, param in model.named_parameters():
             if "lora_B" in name and f".{adapter}." in name:
-                p.normal_(std=scale)
+                param.normal_(std=0.05)
 
 
-def make_layer(scheme="W4A16", bias=False, dtype=torch.float32, seed=0, quantize_forward=True, **changes):
-    """One adapted low-bit layer, 128 to 24."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(128, 24, bias=bias).to(dtype))
-    settings = {"r": 4, "lora_alpha": 16, "target_modules": ["0"]} | changes
-    model = get_peft_model(model, LoraConfig(**settings))
-    randomize(model)
-    apply_quantization(model, scheme, quantize_forward=quantize_forward)
+def make_layer(scheme="W4A16", bias=False):
+    """One adapted low-bit layer, 128 to 24, with scaling 4, and its model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 24, bias=bias))
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["0"]))
+    randomize_factor_b(model)
+    apply_quantization(model, scheme)
     return model.base_model.model[0]
 
 
-def make_input(*shape, dtype=torch.float32, seed=1):
-    return torch.randn(*shape, 128, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def sources_of(layer):
+    """W, A and B of a layer."""
+    return layer.base_layer.weight, layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
-def factors(layer, adapter="default"):
-    return layer.base_layer.weight, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+def stream_of(model):
+    return dict(iter_low_bit_weights(model))
+
+
+def copy_of_stream(model):
+    return {name: tensor.clone() for name, tensor in iter_low_bit_weights(model)}
+
+
+def trained_parameters(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def layer_kinds(names):
+    """`q_proj` of `model.layers.0.self_attn.q_proj.weight_packed`, for each name."""
+    return {name.split(".")[-2] for name in names}
+
+
+def differing_names(one, other):
+    """The names of the tensors of `one` that are others in `other`."""
+    return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 # The merged weight --------------------------------------------------------------------------------------------------
@@ -72,33 +91,40 @@ def factors(layer, adapter="default"):
 @pytest.mark.parametrize(
     "changes", [{}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}}]
 )
-def test_quantized_are_those_of_pefts_own_merge(tiny_model, changes):
+def test_quantized_values_are_those_of_pefts_own_merge(tiny_model, changes):
     """The oracle: `merge_and_unload` of the same model with bfloat16 values, quantized as a plain model."""
-    model = adapted(tiny_model(), **changes)
+    model = with_adapters(tiny_model(), **changes)
     rounded = copy.deepcopy(model)
     with torch.no_grad():
-        for p in rounded.parameters():
-            p.copy_(p.bfloat16())
-    expected = dict(iter_low_bit_weights(apply_quantization(rounded.merge_and_unload(), "W4A16")))
-    found = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+        for param in rounded.parameters():
+            param.copy_(param.bfloat16())
+
+    expected = stream_of(apply_quantization(rounded.merge_and_unload(), "W4A16"))
+    stream = stream_of(apply_quantization(model, "W4A16"))
+
+    assert stream.keys() == expected.keys()
+    assert not differing_names(expected, stream)
 
     # Control: the base alone has other quantized values in every adapted layer, and in no other.
-    base = dict(iter_low_bit_weights(apply_quantization(tiny_model(), "W4A16")))
-    differing = {name for name in base if not torch.equal(found[name], base[name])}
-    assert {n.split(".")[-2] for n in differing} == {"q_proj", "v_proj", "down_proj"}
-    assert len([n for n in differing if n.endswith("packed")]) == 6
+    base = stream_of(apply_quantization(tiny_model(), "W4A16"))
+    differing = differing_names(base, stream)
+    assert layer_kinds(differing) == set(ADAPTED)
+    assert len([name for name in differing if name.endswith("packed")]) == 6
 
 
 def test_autocast_leaves_the_merged_weight_alone():
-    w, a, b = torch.randn(24, 128), torch.randn(4, 128), torch.randn(24, 4)
-    merged = merged_weight(w, a, b, 0.75)
+    weight = torch.randn(24, 128)
+    lora_A = torch.randn(4, 128)
+    lora_B = torch.randn(24, 4)
+    merged = merged_weight(weight, lora_A, lora_B, 0.75)
     assert merged.dtype == torch.float32
+
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(merged_weight(w, a, b, 0.75), merged)
+        assert torch.equal(merged_weight(weight, lora_A, lora_B, 0.75), merged)
+
         # Control: what autocast does to the product.
-        assert not torch.equal((w.bfloat16() + (b.bfloat16() @ a.bfloat16()) * 0.75).float(), merged)
+        by_autocast = weight.bfloat16() + (lora_B.bfloat16() @ lora_A.bfloat16()) * 0.75
+        assert not torch.equal(by_autocast.float(), merged)
 
 
 # Forward ------------------------------------------------------------------------------------------------------------
@@ -107,15 +133,22 @@ def test_autocast_leaves_the_merged_weight_alone():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scheme", [*SCHEMES, "W4A8", "W4AFP8"])
 def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
-    layer, x = make_layer(scheme, bias=bias), make_input(2, 5)
-    w, a, b = factors(layer)
-    weight = quantize_weight(merged_weight(w, a, b, 4.0), layer.scheme)
-    kernel = plain_gemm(layer.scheme, x.device)
-    assert torch.equal(layer(x), kernel.forward(x, weight, layer.base_layer.bias)[0])
+    layer = make_layer(scheme, bias=bias)
+    x = make_input(2, 5)
+    weight, lora_A, lora_B = sources_of(layer)
+
+    y = layer(x)
+
+    gemm = plain_gemm(layer.scheme, x.device)
+    merged = quantize_weight(merged_weight(weight, lora_A, lora_B, 4.0), layer.scheme)
+    expected, _ = gemm.forward(x, merged, layer.base_layer.bias)
+    assert torch.equal(y, expected)
+
     # Control: the low-bit base and the adapter beside it, which is what quantizing `base_layer` alone would compute.
     # Measured 0.008 with eight bits, more with four.
-    beside = kernel.forward(x, quantize_weight(w, layer.scheme))[0] + x @ a.t() @ b.t() * 4
-    assert relative_error(beside, layer(x)) > 1e-3
+    base, _ = gemm.forward(x, quantize_weight(weight, layer.scheme))
+    beside = base + x @ lora_A.t() @ lora_B.t() * 4
+    assert relative_error(beside, y) > 1e-3
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------
@@ -123,52 +156,64 @@ def test_forward_multiplies_by_the_quantized_merged_weight(scheme, bias):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gradients_are_the_straight_through_ones(scheme):
-    layer, x = make_layer(scheme, bias=True), make_input(7).requires_grad_()
-    grad = torch.randn(7, 24, generator=torch.Generator().manual_seed(2))
+    layer = make_layer(scheme, bias=True)
+    weight, lora_A, lora_B = sources_of(layer)
+    x = make_input(7).requires_grad_()
+    grad = make_gradient(7, 24)
+
     (layer(x) * grad).sum().backward()
-    w, a, b = factors(layer)
-    used, low_bit_weight = x.detach(), dequantize(layer.low_bit(), torch.float32)
-    if scheme == "FP8_DYNAMIC":
-        quantized, scale = quantize_tokens_fp8(x.detach())
-        used = quantized.float() * scale
-    grad_x, grad_merged = references.straight_through(used, low_bit_weight, grad)
+
+    multiplied_x = quantized_input(scheme, x.detach())
+    low_bit_weight = dequantize(layer.low_bit(), torch.float32)
+    expected_x, grad_merged = references.straight_through(multiplied_x, low_bit_weight, grad)
     # The chain rule through W + 4 B A at the values that were merged.
-    expected_a = 4.0 * b.detach().bfloat16().double().t() @ grad_merged
-    expected_b = 4.0 * grad_merged @ a.detach().bfloat16().double().t()
+    merged_A = lora_A.detach().bfloat16().double()
+    merged_B = lora_B.detach().bfloat16().double()
+    expected_A = 4.0 * merged_B.t() @ grad_merged
+    expected_B = 4.0 * grad_merged @ merged_A.t()
+
     # Measured 2e-7: float32 sums, through the rank, against float64 ones through the full matrix.
-    assert relative_error(x.grad, grad_x) < 1e-6
-    assert relative_error(a.grad, expected_a) < 1e-6
-    assert relative_error(b.grad, expected_b) < 1e-6
-    assert w.grad is None and layer.base_layer.bias.grad is None
+    assert relative_error(x.grad, expected_x) < 1e-6
+    assert relative_error(lora_A.grad, expected_A) < 1e-6
+    assert relative_error(lora_B.grad, expected_B) < 1e-6
+    assert weight.grad is None
+    assert layer.base_layer.bias.grad is None
 
     # Control: a gradient at the base weight's quantized values, or without the scaling.
-    base = dequantize(quantize_weight(w, layer.scheme), torch.float32)
-    assert relative_error(references.straight_through(used, base, grad)[0], grad_x) > 0.01
-    assert relative_error(b.grad, expected_b / 4) > 0.5
+    base = dequantize(quantize_weight(weight, layer.scheme), torch.float32)
+    through_base, _ = references.straight_through(multiplied_x, base, grad)
+    assert relative_error(through_base, expected_x) > 0.01
+    assert relative_error(lora_B.grad, expected_B / 4) > 0.5
 
 
-def test_a_step_moves_quantized_and_leaves_the_base_bit_for_bit(tiny_model):
-    model = apply_quantization(adapted(tiny_model()), "W4A16")
-    base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    before = {n: t.clone() for n, t in iter_low_bit_weights(model)}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+def test_a_step_moves_quantized_values_and_leaves_the_base_bit_for_bit(tiny_model):
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
+    base = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
+    before = copy_of_stream(model)
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
+
     for _ in range(3):
         model(TOKENS, labels=TOKENS).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        after = dict(iter_low_bit_weights(model))
-    parameters = dict(model.named_parameters())
-    assert base and all(torch.equal(parameters[n], value) for n, value in base.items())
-    changed = {n.split(".")[-2] for n in before if not torch.equal(before[n], after[n])}
-    assert changed == {"q_proj", "v_proj", "down_proj"}
+        after = stream_of(model)
 
-    # Control: peft's merge and unmerge, which TRL's own sync does, leaves another base.
-    plain = adapted(tiny_model())
-    weight = plain.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
-    kept = weight.detach().clone()
-    plain.merge_adapter()
-    plain.unmerge_adapter()
-    assert not torch.equal(weight, kept)
+    assert base
+    for name, value in base.items():
+        assert torch.equal(model.get_parameter(name), value), name
+    assert layer_kinds(differing_names(before, after)) == set(ADAPTED)
+
+
+def test_pefts_merge_and_unmerge_leave_another_base(tiny_model):
+    """Control of the test above: TRL's own sync merges and unmerges."""
+    model = with_adapters(tiny_model())
+    weight = model.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
+    before = weight.detach().clone()
+
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+    assert not torch.equal(weight, before)
 
 
 # Adapters on, off and exchanged -------------------------------------------------------------------------------------
@@ -176,97 +221,121 @@ def test_a_step_moves_quantized_and_leaves_the_base_bit_for_bit(tiny_model):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_disabled_adapter_leaves_the_low_bit_base(tiny_model, scheme):
-    model = apply_quantization(adapted(tiny_model()), scheme)
-    base = apply_quantization(tiny_model(), scheme)
+    model = apply_quantization(with_adapters(tiny_model()), scheme)
     enabled = model(TOKENS).logits
+
     with model.disable_adapter():
-        assert torch.equal(model(TOKENS).logits, base(TOKENS).logits)
+        disabled = model(TOKENS).logits
+
+    base = apply_quantization(tiny_model(), scheme)(TOKENS).logits
+    assert torch.equal(disabled, base)
     assert torch.equal(model(TOKENS).logits, enabled)
-    assert not torch.equal(enabled, base(TOKENS).logits)  # control
-    high = tiny_model()(TOKENS).logits
-    assert not torch.equal(base(TOKENS).logits, high)  # control: low-bit, not high precision
+    assert not torch.equal(enabled, base)  # control
+    assert not torch.equal(base, tiny_model()(TOKENS).logits)  # control: low-bit, not high precision
 
 
 def test_a_sync_with_adapters_disabled_is_an_error(tiny_model):
-    model = apply_quantization(adapted(tiny_model()), "W4A16")
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
+
     with model.disable_adapter(), pytest.raises(RuntimeError, match="instead of the policy"):
-        list(iter_low_bit_weights(model))
+        stream_of(model)
 
 
-def test_another_adapter_has_its_own_quantized(tiny_model):
+def test_another_adapter_has_its_own_quantized_values(tiny_model):
     """As TRL keeps a frozen copy of a given adapter, "ref", for reference log-probs."""
-    model = adapted(tiny_model())
+    model = with_adapters(tiny_model())
     model.add_adapter("ref", model.peft_config["default"])
-    randomize(model, adapter="ref")
+    randomize_factor_b(model, adapter="ref")
     apply_quantization(model, "W4A16")
-    first = model(TOKENS).logits
-    quantized = {name: t.clone() for name, t in iter_low_bit_weights(model)}
+    policy_logits = model(TOKENS).logits
+    policy_stream = copy_of_stream(model)
+
     model.set_adapter("ref")
-    second = model(TOKENS).logits
-    only = adapted(tiny_model())
+    reference_logits = model(TOKENS).logits
+
+    # A model whose only adapter has the factors of "ref".
+    only_reference = with_adapters(tiny_model())
     with torch.no_grad():
-        for name, p in only.named_parameters():
+        for name, param in only_reference.named_parameters():
             if ".default." in name:
-                p.copy_(model.get_parameter(name.replace(".default.", ".ref.")))
-    assert torch.equal(apply_quantization(only, "W4A16")(TOKENS).logits, second)
-    assert not torch.equal(first, second)
+                param.copy_(model.get_parameter(name.replace(".default.", ".ref.")))
+    apply_quantization(only_reference, "W4A16")
+    assert torch.equal(reference_logits, only_reference(TOKENS).logits)
+    assert not torch.equal(policy_logits, reference_logits)  # control
+
     model.set_adapter("default")
-    assert torch.equal(model(TOKENS).logits, first)
-    assert all(torch.equal(t, quantized[name]) for name, t in iter_low_bit_weights(model))
+    assert torch.equal(model(TOKENS).logits, policy_logits)
+    assert not differing_names(stream_of(model), policy_stream)
 
 
-def test_adapters_that_are_not_one_beside_the_base_stop_the_forward(tiny_model):
-    model = adapted(tiny_model())
+def test_several_active_adapters_stop_the_forward(tiny_model):
+    model = with_adapters(tiny_model())
     model.add_adapter("other", model.peft_config["default"])
     apply_quantization(model, "W4A16")
     model.base_model.set_adapter(["default", "other"])
+
     with pytest.raises(ValueError, match=r"Several adapters are active.*set_adapter\('default'\)"):
         model(TOKENS)
+
+    # The advice works.
     model.set_adapter("default")
+    model(TOKENS)
+
+
+def test_an_adapter_that_peft_merged_stops_the_forward(tiny_model):
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
     model.merge_adapter()
+
     with pytest.raises(RuntimeError, match=r"would count twice.*unmerge_adapter"):
         model(TOKENS)
 
-
-# When quantized values are made anew -------------------------------------------------------------------------------------------
-
-
-def count_quantizations(monkeypatch):
-    calls = []
-
-    def counted(weight, scheme, *args):
-        calls.append(tuple(weight.shape))
-        return quantize_weight(weight, scheme, *args)
-
-    monkeypatch.setattr("qarl_trl.quant.store.quantize_weight", counted)
-    return calls
+    # The advice works.
+    model.unmerge_adapter()
+    model(TOKENS)
 
 
-def test_quantized_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_model, monkeypatch):
-    calls = count_quantizations(monkeypatch)
-    model = apply_quantization(adapted(tiny_model()), "W4A16")
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+# When quantized values are made -------------------------------------------------------------------------------------
+
+
+def test_quantized_values_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_model, monkeypatch):
+    quantizations = record_quantizations(monkeypatch)
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
     low_bit_store(model).follow(optimizer)
+
     for expected in (14, 6, 6):  # all layers, then those with an adapter
-        calls.clear()
+        quantizations.clear()
         for _ in range(2):
             model(TOKENS, labels=TOKENS).loss.backward()
-        assert len(calls) == expected
-        list(iter_low_bit_weights(model))
-        assert len(calls) == expected + 14  # a sync takes all weights as they are
+        assert len(quantizations) == expected
+
+        stream_of(model)
+        assert len(quantizations) == expected + 14  # a sync takes all weights as they are
         optimizer.step()
-    calls.clear()
+
+
+def test_the_base_is_quantized_once_for_a_reference_model(tiny_model, monkeypatch):
+    quantizations = record_quantizations(monkeypatch)
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
+    low_bit_store(model).follow(optimizer)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+
+    # Three micro-batches of reference log-probs.
+    quantizations.clear()
     for _ in range(3):
         with torch.no_grad(), model.disable_adapter():
             model(TOKENS)
-    assert len(calls) == 6  # the base of the adapted layers, kept beside the policy's quantized values
+    assert len(quantizations) == 6  # the base of the adapted layers, kept beside the policy's quantized values
     model(TOKENS)
-    assert len(calls) == 12
+    assert len(quantizations) == 12
+
     optimizer.step()
-    calls.clear()
+    quantizations.clear()
     with torch.no_grad(), model.disable_adapter():
         model(TOKENS)
-    assert not calls
+    assert not quantizations
 
 
 @pytest.mark.parametrize(
@@ -279,14 +348,16 @@ def test_quantized_are_made_once_per_step_and_those_of_frozen_layers_once(tiny_m
     ],
     ids=["A", "B", "base", "scaling"],
 )
-def test_quantized_follow_every_source(change):
+def test_quantized_values_follow_every_source(change):
     layer = make_layer()
     layer.store.will_be_told()
     before = layer.low_bit()
     assert layer.low_bit() is before
+
     with torch.no_grad():
         change(layer)
-    expected = quantize_weight(merged_weight(*factors(layer), layer.scaling["default"]), layer.scheme)
+
+    expected = quantize_weight(merged_weight(*sources_of(layer), layer.scaling["default"]), layer.scheme)
     assert same_tensors(layer.low_bit().tensors, expected.tensors)
     assert not same_tensors(layer.low_bit().tensors, before.tensors)
 
@@ -294,107 +365,151 @@ def test_quantized_follow_every_source(change):
 # The model around ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monkeypatch):
-    model = apply_quantization(adapted(tiny_model("qwen2")), scheme)
-    used, apply = [], matmul.LowBitMatmul.apply
-    spy = lambda *args: used.extend(args[2].tensors.values()) or apply(*args)  # noqa: E731
-    monkeypatch.setattr(matmul.LowBitMatmul, "apply", spy)
+@pytest.mark.parametrize(("scheme", "tensors_of_layer"), [("W4A16", 3), ("FP8_DYNAMIC", 2)])
+def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, tensors_of_layer, monkeypatch):
+    model = apply_quantization(with_adapters(tiny_model("qwen2")), scheme)
+    multiplied = []
+    apply = matmul.LowBitMatmul.apply
+
+    def recorded(x, bias, low_bit, *rest):
+        multiplied.extend(low_bit.tensors.values())
+        return apply(x, bias, low_bit, *rest)
+
+    monkeypatch.setattr(matmul.LowBitMatmul, "apply", recorded)
     low_bit_store(model).will_be_told()
-    stream = dict(iter_low_bit_weights(model))
+
+    stream = stream_of(model)
     model(TOKENS)
-    assert len(used) == 14 * (3 if scheme == "W4A16" else 2)
-    assert {id(t) for t in used} <= {id(t) for t in stream.values()}
-    plain = dict(iter_low_bit_weights(apply_quantization(tiny_model("qwen2"), scheme)))
+
+    assert len(multiplied) == 14 * tensors_of_layer
+    assert {id(tensor) for tensor in multiplied} <= {id(tensor) for tensor in stream.values()}
+
+    plain = stream_of(apply_quantization(tiny_model("qwen2"), scheme))
+    bias = "model.layers.0.self_attn.q_proj.bias"
     assert stream.keys() == plain.keys()
-    assert torch.equal(stream["model.layers.0.self_attn.q_proj.bias"], plain["model.layers.0.self_attn.q_proj.bias"])
+    assert torch.equal(stream[bias], plain[bias])
 
 
 def test_state_dict_and_parameters_are_those_of_the_peft_model(tiny_model):
-    plain, model = adapted(tiny_model()), adapted(tiny_model())
-    apply_quantization(model, "W4A16")
-    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    plain = with_adapters(tiny_model())
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
+
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert model.state_dict().keys() == plain.state_dict().keys()
-    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    assert [param.requires_grad for param in model.parameters()] == [
+        param.requires_grad for param in plain.parameters()
+    ]
+
     restored = remove_quantization(copy.deepcopy(model))
     assert torch.equal(restored(TOKENS).logits, plain(TOKENS).logits)
-    assert [type(m) for m in restored.modules()] == [type(m) for m in plain.modules()]
+    assert [type(module) for module in restored.modules()] == [type(module) for module in plain.modules()]
 
 
 def test_adapters_on_attention_go_with_low_bit_experts(tiny_model):
-    model = adapted(tiny_model("qwen3_moe"), target_modules=["q_proj", "o_proj"])
+    model = with_adapters(tiny_model("qwen3_moe"), target_modules=["q_proj", "o_proj"])
     apply_quantization(model, "W4A16", ignore=DEFAULT_IGNORE)
+
     model(TOKENS, labels=TOKENS).loss.backward()
-    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.grad is not None} == {"lora_A", "lora_B"}
-    stream = dict(iter_low_bit_weights(model))
-    base = dict(iter_low_bit_weights(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE)))
+
+    with_gradient = [name for name, param in model.named_parameters() if param.grad is not None]
+    assert {name.split(".")[-3] for name in with_gradient} == {"lora_A", "lora_B"}
+
+    stream = stream_of(model)
+    base = stream_of(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE))
     assert stream.keys() == base.keys()
     assert any("experts" in name and name.endswith("weight_packed") for name in stream)
-    changed = {name.split(".")[-2] for name in stream if not torch.equal(stream[name], base[name])}
-    assert changed == {"q_proj", "o_proj"}
+    assert layer_kinds(differing_names(stream, base)) == {"q_proj", "o_proj"}
 
 
 def test_modules_to_save_are_synced_as_trained(tiny_model):
-    model = apply_quantization(adapted(tiny_model(), modules_to_save=["lm_head"]), "W4A16")
+    model = apply_quantization(with_adapters(tiny_model(), modules_to_save=["lm_head"]), "W4A16")
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(3.0)
-    stream = dict(iter_low_bit_weights(model))
+
+    stream = stream_of(model)
+
     assert torch.equal(stream["lm_head.weight"], (tiny_model().lm_head.weight * 3.0).bfloat16())
-    assert stream.keys() == dict(iter_low_bit_weights(apply_quantization(tiny_model(), "W4A16"))).keys()
+    assert stream.keys() == stream_of(apply_quantization(tiny_model(), "W4A16")).keys()
 
 
-# Sharded master weights ----------------------------------------------------------------------------------------------------
+# Sharded master weights ---------------------------------------------------------------------------------------------
 
 
-def sharded_run(folder):
-    """FSDP2 over two processes, bfloat16 in the forward, float32 in the shards; rank 0 writes what was computed with."""
-    torch.distributed.init_process_group("gloo")
+def sharded_model():
+    """A toy with adapters under FSDP2: bfloat16 in the forward, float32 in the shards."""
     mesh = init_device_mesh("cpu", (2,))
-    model = adapted(make_model())
-    apply_quantization(model, "W4A16")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = apply_quantization(with_adapters(make_model()), "W4A16")
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return model
+
+
+def kept_tensors(store):
+    """The tensors that forwards multiplied by, by the names of a stream."""
+    tensors = {}
+    for name, low_bit in store.kept().items():
+        layer = name.rpartition(".")[0].removeprefix("base_model.model.")
+        for local, tensor in low_bit.tensors.items():
+            tensors[f"{layer}.{local}"] = tensor
+    return tensors
+
+
+def check_stream(stream, multiplied):
+    for name, tensor in multiplied.items():
+        assert torch.equal(stream[name], tensor), name
+
+
+def train_sharded(folder):
+    """In one of two processes: compare what is synced with what was multiplied by. Rank 0 writes what it has."""
+    torch.distributed.init_process_group("gloo")
+    model = sharded_model()
+    optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
     store = low_bit_store(model)
     store.follow(optimizer)
-    used = {}
-    for step in range(2):
-        # The first step has no sync before it.
-        streams = [dict(iter_low_bit_weights(model))] if step else []
-        model(TOKENS, labels=TOKENS).loss.backward()
-        assert len(store.kept()) == len(list(store.layers()))
-        for name, used_one in store.kept().items():
-            layer = name.rpartition(".")[0]
-            used |= {f"{layer}.{local}": t for local, t in used_one.tensors.items()}
-        streams.append(dict(iter_low_bit_weights(model)))
-        for stream in streams:
-            assert all(torch.equal(stream[n.removeprefix("base_model.model.")], t) for n, t in used.items())
-        if step == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    with_grad = [name for name, p in model.named_parameters() if p.grad is not None]
+
+    # The first step has no sync before its forward.
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert len(store.kept()) == len(list(store.layers()))
+    multiplied = kept_tensors(store)
+    check_stream(stream_of(model), multiplied)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    stream_before = stream_of(model)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    assert len(store.kept()) == len(list(store.layers()))
+    multiplied = kept_tensors(store)
+    check_stream(stream_before, multiplied)
+    stream_after = stream_of(model)
+    check_stream(stream_after, multiplied)
+
+    with_gradient = [name for name, param in model.named_parameters() if param.grad is not None]
     if torch.distributed.get_rank() == 0:
-        torch.save((streams[-1], with_grad), f"{folder}/found.pt")
+        torch.save((stream_after, with_gradient), f"{folder}/rank_0.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_under_fsdp2_forward_and_sync_share_the_quantized_of_one_process(tiny_model, tmp_path):
-    isolated_group(sharded_run, 2, str(tmp_path))
-    stream, with_grad = torch.load(tmp_path / "found.pt")
-    assert len(with_grad) == 12 and all("lora_" in name for name in with_grad)
-    model = apply_quantization(adapted(tiny_model()), "W4A16")
-    before = dict(iter_low_bit_weights(model))
-    frozen = [
-        n for n in before if n.endswith("weight_packed") and n.split(".")[-2] not in ("q_proj", "v_proj", "down_proj")
-    ]
-    assert frozen and all(torch.equal(stream[n], before[n]) for n in frozen)
-    assert stream.keys() == before.keys()
-    assert not torch.equal(
-        stream["model.layers.0.mlp.down_proj.weight_packed"], before["model.layers.0.mlp.down_proj.weight_packed"]
-    )
+def test_under_fsdp2_forward_and_sync_share_the_quantized_values_of_one_process(tiny_model, tmp_path):
+    isolated_group(train_sharded, 2, str(tmp_path))
+
+    stream, with_gradient = torch.load(tmp_path / "rank_0.pt")
+    assert len(with_gradient) == 12
+    assert all("lora_" in name for name in with_gradient)
+
+    untrained = stream_of(apply_quantization(with_adapters(tiny_model()), "W4A16"))
+    assert stream.keys() == untrained.keys()
+    packed = [name for name in untrained if name.endswith("weight_packed")]
+    without_adapter = [name for name in packed if name.split(".")[-2] not in ADAPTED]
+    assert without_adapter
+    for name in without_adapter:
+        assert torch.equal(stream[name], untrained[name]), name
+
+    # Control: the steps changed a layer with an adapter.
+    trained = "model.layers.0.mlp.down_proj.weight_packed"
+    assert not torch.equal(stream[trained], untrained[trained])
 
 
 # What is refused ----------------------------------------------------------------------------------------------------
@@ -410,4 +525,4 @@ def test_under_fsdp2_forward_and_sync_share_the_quantized_of_one_process(tiny_mo
 )
 def test_adapters_that_cannot_be_aligned_are_refused(tiny_model, changes, words):
     with pytest.raises(ValueError, match=words):
-        apply_quantization(adapted(tiny_model(), **changes), "W4A16")
+        apply_quantization(with_adapters(tiny_model(), **changes), "W4A16")

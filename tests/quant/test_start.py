@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own as master weights, frozen scales, broken files."""
+"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own, as master weights or frozen; broken files."""
 
 import json
 import re
@@ -20,26 +20,16 @@ from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
 from qarl_trl.quant.start import load_master_weights, quantized_source
 from qarl_trl.validate import find_source
-from quant.schemes import same_bytes
+from quant.schemes import same_tensors
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 WEIGHTS = "model.safetensors"
-LINEAR = "_proj.weight"
+LAYER = "model.layers.1.mlp.down_proj"
+# Ways to make a checkpoint. "ours" is `save_low_bit`, the others are llm-compressor's.
 PRESETS = {"asym": "W4A16_ASYM", "w8a16": "W8A16", "w8a8": "W8A8", "w4a8": "W4A8", "block": "FP8_BLOCK"}
 METHODS = ("ours", "rtn", "fp8", "gptq", "gptq_fp8", "gptq_asym", "awq", "recipe", *PRESETS)
-
 QUANTIZED_ACTIVATIONS = ("fp8", "gptq_fp8", "recipe", "w8a8", "w4a8", "block")
-# Their scale is the largest weight over the largest code, so quantizing the decompressed weights finds it again.
-IDEMPOTENT = ("fp8", "gptq_fp8", "block")
-
-
-def changed_quantized(found, stored):
-    """Bytes that differ; a float8 zero of either sign is zero."""
-    assert (found.dtype, found.shape) == (stored.dtype, stored.shape)
-    if stored.dtype == torch.float8_e4m3fn:
-        return (found.float() != stored.float()).sum().item()
-    return (found.contiguous().view(torch.uint8) != stored.contiguous().view(torch.uint8)).sum().item()
 
 
 def calibration_rows():
@@ -56,184 +46,221 @@ def unpinned():
 
 
 def modifiers(method):
+    """llm-compressor's recipe for a way to make a checkpoint."""
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier
 
     where = {"targets": ["Linear"], "ignore": ["lm_head"]}
-    if method in PRESETS:
-        # Blocks of 128 do not fit the key and value projections of a model this small.
-        ignore = ["lm_head", "re:.*(k|v)_proj$"] if method == "block" else ["lm_head"]
-        return [QuantizationModifier(scheme=PRESETS[method], targets=["Linear"], ignore=ignore)]
-    return {
-        "rtn": [QuantizationModifier(scheme="W4A16", **where)],
-        "fp8": [QuantizationModifier(scheme="FP8_DYNAMIC", **where)],
-        "gptq": [GPTQModifier(scheme="W4A16", **where)],
-        "gptq_fp8": [GPTQModifier(scheme="FP8_DYNAMIC", **where)],
-        "gptq_asym": [GPTQModifier(scheme="W4A16_ASYM", **where)],
-        "awq": [AWQModifier(), QuantizationModifier(scheme="W4A16", **where)],
-        "recipe": [
-            QuantizationModifier(
-                scheme={"W4A16": ["re:.*mlp.*"], "FP8_DYNAMIC": ["re:.*self_attn.*"]}, ignore=["re:.*down_proj$"]
-            )
-        ],
-    }[method]
+    two_schemes = {"W4A16": ["re:.*mlp.*"], "FP8_DYNAMIC": ["re:.*self_attn.*"]}
+    makers = {
+        "rtn": lambda: [QuantizationModifier(scheme="W4A16", **where)],
+        "fp8": lambda: [QuantizationModifier(scheme="FP8_DYNAMIC", **where)],
+        "gptq": lambda: [GPTQModifier(scheme="W4A16", **where)],
+        "gptq_fp8": lambda: [GPTQModifier(scheme="FP8_DYNAMIC", **where)],
+        "gptq_asym": lambda: [GPTQModifier(scheme="W4A16_ASYM", **where)],
+        "awq": lambda: [AWQModifier(), QuantizationModifier(scheme="W4A16", **where)],
+        "recipe": lambda: [QuantizationModifier(scheme=two_schemes, ignore=["re:.*down_proj$"])],
+    }
+    if method in makers:
+        return makers[method]()
+
+    ignore = ["lm_head"]
+    if method == "block":  # blocks of 128 do not fit the key and value projections of a model this small
+        ignore.append("re:.*(k|v)_proj$")
+    return [QuantizationModifier(scheme=PRESETS[method], targets=["Linear"], ignore=ignore)]
+
+
+def run_llmcompressor(model, method, folder):
+    """Quantize and save; GPTQ and AWQ need calibration data."""
+    oneshot = pytest.importorskip("llmcompressor").oneshot
+    data = {}
+    if method.startswith(("gptq", "awq")):
+        data = {"dataset": calibration_rows(), "max_seq_length": 32, "num_calibration_samples": 16}
+
+    with unpinned():
+        oneshot(model=model, recipe=modifiers(method), output_dir=str(folder), **data)
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
+def unquantized(tmp_path_factory):
+    """The folder of the model that all checkpoints are made of."""
+    folder = tmp_path_factory.mktemp("unquantized")
+    make_model(dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(unquantized, tmp_path_factory):
     """A folder for each way to make a low-bit checkpoint, made when first asked for."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    make_model(dtype=torch.bfloat16).save_pretrained(folder / "model")
 
     def get(method):
         if (folder / method).exists():
             return folder / method
-        model = AutoModelForCausalLM.from_pretrained(folder / "model")
+
+        model = AutoModelForCausalLM.from_pretrained(unquantized)
         if method == "ours":
             save_low_bit(apply_quantization(model, "W4A16"), None, folder / method)
         else:
-            oneshot = pytest.importorskip("llmcompressor").oneshot
-            needs_rows = method.startswith(("gptq", "awq"))
-            data = {"dataset": calibration_rows(), "max_seq_length": 32, "num_calibration_samples": 16}
-            with unpinned():
-                data = data if needs_rows else {}
-                oneshot(model=model, recipe=modifiers(method), output_dir=str(folder / method), **data)
+            run_llmcompressor(model, method, folder / method)
         return folder / method
 
     return get
 
 
 @pytest.fixture
-def broken(checkpoints, tmp_path):
-    """A copy of a checkpoint with its tensors changed by a function."""
+def copied(checkpoints, tmp_path):
+    """Makes a folder of a test's own of a checkpoint."""
 
-    def make(change, method="ours"):
-        shutil.copytree(checkpoints(method), tmp_path / "broken")
-        tensors = load_file(tmp_path / "broken" / WEIGHTS)
-        change(tensors)
-        save_file(tensors, tmp_path / "broken" / WEIGHTS, metadata={"format": "pt"})
-        return str(tmp_path / "broken")
+    def make(method="ours"):
+        return shutil.copytree(checkpoints(method), tmp_path / "copied")
 
     return make
 
 
-# Master weights ------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def broken(copied):
+    """Makes a folder with a checkpoint whose tensors were changed by a function."""
+
+    def make(change, method="ours"):
+        folder = copied(method)
+        tensors = load_file(folder / WEIGHTS)
+        change(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        return str(folder)
+
+    return make
+
+
+# Master weights -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
 @pytest.mark.parametrize("method", METHODS)
 def test_master_weights_are_what_transformers_decompresses_and_nothing_else(checkpoints, method):
     path = str(checkpoints(method))
-    master_weights = load_master_weights(path, dtype=torch.bfloat16)
-    theirs = AutoModelForCausalLM.from_pretrained(path)
+    model = load_master_weights(path, dtype=torch.bfloat16)
+
+    decompressed = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        expected = theirs(TOKENS).logits  # decompresses
+        expected = decompressed(TOKENS).logits  # the first forward decompresses
         if method not in QUANTIZED_ACTIVATIONS:
-            assert torch.equal(master_weights(TOKENS).logits, expected)
-    values = theirs.state_dict()
-    for name, value in master_weights.state_dict().items():
+            assert torch.equal(model(TOKENS).logits, expected)
+    values = decompressed.state_dict()
+    for name, value in model.state_dict().items():
         assert torch.equal(value, values[name]), name
+
+    # Nothing else: neither names, nor attributes.
     unquantized = make_model(dtype=torch.bfloat16)
-    assert master_weights.state_dict().keys() == unquantized.state_dict().keys()
+    assert model.state_dict().keys() == unquantized.state_dict().keys()
+    assert not hasattr(model.config, "quantization_config")
+    assert not getattr(model, "is_quantized", False)
+    assert model.name_or_path == path
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+    # Control: the weights before they were quantized.
     layer = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(master_weights.get_parameter(layer), unquantized.get_parameter(layer))  # control
-    assert not hasattr(master_weights.config, "quantization_config")
-    assert not getattr(master_weights, "is_quantized", False)
-    assert master_weights.name_or_path == path
-    assert not any("forward" in module.__dict__ for module in master_weights.modules())
+    assert not torch.equal(model.get_parameter(layer), unquantized.get_parameter(layer))
 
 
-def test_master_weights_of_quantized_below_a_global_scale(tmp_path):
+def test_master_weights_of_quantized_values_below_a_global_scale(tmp_path):
     model = apply_quantization(make_model(dtype=torch.bfloat16), "NVFP4A16")
     save_low_bit(model, None, tmp_path)
+
     master_weights = load_master_weights(str(tmp_path), dtype=torch.bfloat16).state_dict()
-    layers = list(quantized_modules(model))
-    assert all(torch.equal(master_weights[f"{name}.weight"], dequantize(module.low_bit())) for name, module in layers)
-    assert not torch.equal(master_weights[f"{layers[0][0]}.weight"], layers[0][1].weight)  # control
 
-
-def test_an_unquantized_model_has_no_source(checkpoints):
-    folder = checkpoints("ours").parent / "model"
-    assert quantized_source(str(folder)) is None
-    with pytest.raises(ValueError, match="is not quantized"):
-        load_master_weights(str(folder))
-
-
-# Where the checkpoint is ----------------------------------------------------------------------------------------------
-
-
-def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
-    shutil.copytree(checkpoints("ours"), tmp_path / "low" / "inner")
-    low = str(tmp_path / "low")
-    one, two = load_master_weights(low, subfolder="inner"), load_master_weights(f"{low}/inner")
-    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
-    assert one.generation_config.to_dict() == two.generation_config.to_dict()
-    args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, quant_scheme="W4A16")
-    assert find_source(low, args).folder == tmp_path / "low" / "inner"
-
-
-# Stored tensors, as they are ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
-@pytest.mark.parametrize("method", METHODS)
-def test_a_frozen_model_gives_the_file_back_byte_for_byte(checkpoints, method, tmp_path):
-    """What GPTQ, AWQ and rounding to nearest found, read, streamed to an engine and saved again."""
-    path = checkpoints(method)
-    source = quantized_source(str(path))
-    model = load_master_weights(str(path), freeze=resolve_config(source.plan()))
-    save_low_bit(model, None, tmp_path / "again")
-    stored, again = load_file(path / WEIGHTS), load_file(tmp_path / "again" / WEIGHTS)
-    assert again.keys() == stored.keys() == dict(iter_low_bit_weights(model)).keys()
-    assert all(same_bytes(again[name], tensor) for name, tensor in stored.items())
-    if method not in QUANTIZED_ACTIVATIONS:
-        expected = load_master_weights(str(path), dtype=torch.bfloat16)(TOKENS).logits
-        assert torch.equal(model(TOKENS).logits, expected)
-
-
-def test_a_frozen_model_of_an_unquantized_checkpoint_is_its_export(checkpoints):
-    folder = checkpoints("ours").parent
-    plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
-    model = load_master_weights(str(folder / "model"), freeze=plan)
-    stored, found = load_file(folder / "ours" / WEIGHTS), dict(iter_low_bit_weights(model))
-    assert found.keys() == stored.keys()
-    assert all(same_bytes(found[name], tensor) for name, tensor in stored.items())
+    for name, layer in quantized_modules(model):
+        assert torch.equal(master_weights[f"{name}.weight"], dequantize(layer.low_bit())), name
+    name, layer = next(iter(quantized_modules(model)))
+    assert not torch.equal(master_weights[f"{name}.weight"], layer.weight)  # control
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "FP8_DYNAMIC"])
 def test_master_weights_of_experts_are_their_dequantized_ones(tiny_model, tmp_path, scheme):
     model = apply_quantization(tiny_model("olmoe", num_hidden_layers=1), scheme)
     save_low_bit(model, None, tmp_path)
-    found = dict(quantized_modules(apply_quantization(load_master_weights(str(tmp_path)), scheme)))
-    for name, module in quantized_modules(model):
-        if isinstance(module, QuantExperts):
-            for parameter in module.packed_parameters:
-                expected = dequantize(module.low_bit(parameter)).float()
-                assert torch.equal(getattr(found[name], parameter).flatten(0, -2), expected)
+
+    loaded = load_master_weights(str(tmp_path))
+
+    experts = {name: module for name, module in quantized_modules(model) if isinstance(module, QuantExperts)}
+    assert experts
+    for name, module in experts.items():
+        for parameter in module.packed_parameters:
+            master_weight = loaded.get_submodule(name).get_parameter(parameter)
+            expected = dequantize(module.low_bit(parameter)).float()
+            assert torch.equal(master_weight.flatten(0, -2), expected)
+
+
+def test_an_unquantized_model_has_no_source(unquantized):
+    assert quantized_source(str(unquantized)) is None
+    with pytest.raises(ValueError, match="is not quantized"):
+        load_master_weights(str(unquantized))
+
+
+# Where the checkpoint is --------------------------------------------------------------------------------------------
+
+
+def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
+    shutil.copytree(checkpoints("ours"), tmp_path / "low" / "inner")
+    folder = str(tmp_path / "low")
+
+    by_subfolder = load_master_weights(folder, subfolder="inner")
+    by_path = load_master_weights(f"{folder}/inner")
+
+    for param, expected in zip(by_subfolder.parameters(), by_path.parameters(), strict=True):
+        assert torch.equal(param, expected)
+    assert by_subfolder.generation_config.to_dict() == by_path.generation_config.to_dict()
+
+    args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, quant_scheme="W4A16")
+    assert find_source(folder, args).folder == tmp_path / "low" / "inner"
+
+
+# Stored tensors, as they are ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_frozen_model_gives_the_file_back_byte_for_byte(checkpoints, method, tmp_path):
+    """What GPTQ, AWQ and rounding to nearest made, read, streamed to an engine and saved again."""
+    path = checkpoints(method)
+    source = quantized_source(str(path))
+    model = load_master_weights(str(path), freeze=resolve_config(source.plan()))
+
+    save_low_bit(model, None, tmp_path / "again")
+
+    stored = load_file(path / WEIGHTS)
+    assert same_tensors(load_file(tmp_path / "again" / WEIGHTS), stored)
+    assert dict(iter_low_bit_weights(model)).keys() == stored.keys()
+    if method not in QUANTIZED_ACTIVATIONS:
+        expected = load_master_weights(str(path), dtype=torch.bfloat16)(TOKENS).logits
+        assert torch.equal(model(TOKENS).logits, expected)
+
+
+def test_a_frozen_model_of_an_unquantized_checkpoint_is_its_export(unquantized, checkpoints):
+    plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
+
+    model = load_master_weights(str(unquantized), freeze=plan)
+
+    assert same_tensors(dict(iter_low_bit_weights(model)), load_file(checkpoints("ours") / WEIGHTS))
 
 
 # Broken checkpoints -------------------------------------------------------------------------------------------------
 
 
-def remove(name):
-    return lambda tensors: tensors.pop(name)
-
-
-LAYER = "model.layers.1.mlp.down_proj"
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "message"),
     [
-        (remove(f"{LAYER}.weight_scale"), r"down_proj\.weight_scale is missing"),
-        (remove(f"{LAYER}.weight_packed"), r"down_proj\.weight_packed is missing"),
-        (remove("model.norm.weight"), r"\['model\.norm\.weight'\] are missing"),
+        (f"{LAYER}.weight_scale", r"down_proj\.weight_scale is missing"),
+        (f"{LAYER}.weight_packed", r"down_proj\.weight_packed is missing"),
+        ("model.norm.weight", r"\['model\.norm\.weight'\] are missing"),
     ],
 )
-def test_a_broken_checkpoint_is_an_error(broken, change, message):
+def test_a_missing_tensor_is_named(broken, name, message):
+    folder = broken(lambda tensors: tensors.pop(name))
+
     with pytest.raises(ValueError, match=message):
-        load_master_weights(broken(change))
+        load_master_weights(folder)
 
 
 @pytest.mark.parametrize(
@@ -252,43 +279,46 @@ def test_a_tensor_of_a_wrong_shape_is_named(broken, method, local, rows, columns
     def cut(tensors):
         tensors[name] = tensors[name][:rows, :columns].clone()
 
+    folder = broken(cut, method)
     with pytest.raises(ValueError, match=re.escape(f"{name} must have shape {needed}, got {(rows, columns)}")):
-        load_master_weights(broken(cut, method))
+        load_master_weights(folder)
 
 
-def test_a_cut_file_is_named(checkpoints, tmp_path):
-    shutil.copytree(checkpoints("ours"), tmp_path / "cut")
-    content = (tmp_path / "cut" / WEIGHTS).read_bytes()
-    (tmp_path / "cut" / WEIGHTS).write_bytes(content[:-100])
+def test_a_cut_file_is_named(copied):
+    folder = copied()
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-100])
+
     with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        load_master_weights(str(tmp_path / "cut"))
+        load_master_weights(str(folder))
 
 
 @pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"transform_config": {"config_groups": {"u": {}}}}])
-def test_a_checkpoint_of_another_kind_is_refused(checkpoints, tmp_path, change):
-    shutil.copytree(checkpoints("ours"), tmp_path / "other")
-    file = tmp_path / "other" / "config.json"
-    content = json.loads(file.read_text())
+def test_a_checkpoint_of_another_kind_is_refused(copied, change):
+    folder = copied()
+    content = json.loads((folder / "config.json").read_text())
     content["quantization_config"] |= change
-    file.write_text(json.dumps(content))
+    (folder / "config.json").write_text(json.dumps(content))
+
     with pytest.raises(ValueError, match="must be quantized by compressed-tensors"):
-        quantized_source(str(tmp_path / "other"))
+        quantized_source(str(folder))
 
 
-def test_a_second_file_of_weights_beside_the_checkpoint_is_not_read(checkpoints, tmp_path):
+def test_a_second_file_of_weights_beside_the_checkpoint_is_not_read(copied):
     """A backup whose name sorts after the weights would have replaced them."""
-    shutil.copytree(checkpoints("ours"), tmp_path / "kept")
-    expected = load_master_weights(str(tmp_path / "kept")).state_dict()
-    tensors = load_file(tmp_path / "kept" / WEIGHTS)
-    other = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    save_file(other, tmp_path / "kept" / "model_old.safetensors")
+    folder = copied()
+    expected = load_master_weights(str(folder)).state_dict()
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
+    save_file(zeros, folder / "model_old.safetensors")
 
-    weights = load_master_weights(str(tmp_path / "kept")).state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+    weights = load_master_weights(str(folder)).state_dict()
+
+    assert same_tensors(weights, expected)
 
 
-def test_one_file_of_weights_beside_an_index_of_others_is_refused(checkpoints, tmp_path):
-    shutil.copytree(checkpoints("ours"), tmp_path / "both")
-    (tmp_path / "both" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+def test_one_file_of_weights_beside_an_index_of_others_is_refused(copied):
+    folder = copied()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+
     with pytest.raises(ValueError, match="beside an index of several files"):
-        load_master_weights(str(tmp_path / "both"))
+        load_master_weights(str(folder))

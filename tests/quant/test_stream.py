@@ -5,13 +5,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, matmul, quantized_modules
 from quant.schemes import NAMES
 
 
 PACKED = ["weight_packed", "weight_scale", "weight_shape"]
-LOCAL = {
+# The tensors of a low-bit layer, in the order of the stream.
+TENSORS_OF_LAYER = {
     "W4A16": PACKED,
     "W4A16_ASYM": [*PACKED, "weight_zero_point"],
     "W8A16": PACKED,
@@ -21,6 +23,7 @@ LOCAL = {
     "W4A8": ["weight", "weight_scale"],
     "W4AFP8": PACKED,
 }
+INTEGERS = {"weight_packed": torch.int32, "weight_zero_point": torch.int32, "weight_shape": torch.int64}
 # Two heads of keys and values make blocks of 128 of every layer.
 SIZES = {"num_key_value_heads": 2}
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -28,23 +31,57 @@ TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
 def expected_names(model, scheme):
     """Module order, each low-bit layer's tensors where its weight was."""
-    low_bit = {f"{name}.weight" for name, _ in quantized_modules(model)}
+    low_bit_weights = {f"{name}.weight" for name, _ in quantized_modules(model)}
+
+    names = []
     for name, _ in model.named_parameters():
-        yield from (name.removesuffix("weight") + local for local in LOCAL[scheme]) if name in low_bit else [name]
+        if name in low_bit_weights:
+            names += [name.removesuffix("weight") + tensor for tensor in TENSORS_OF_LAYER[scheme]]
+        else:
+            names.append(name)
+    return names
+
+
+def expected_dtype(name, scheme):
+    """The dtype of a tensor of a checkpoint."""
+    if name.endswith("_proj.weight"):  # the quantized values of a layer that does not pack them
+        return torch.float8_e4m3fn if scheme.startswith("FP8") else torch.int8
+    return INTEGERS.get(name.rpartition(".")[2], torch.bfloat16)
 
 
 @pytest.mark.parametrize("scheme", NAMES)
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
 def test_names_and_dtypes_are_those_of_the_checkpoint(tiny_model, kind, scheme):
     model = apply_quantization(tiny_model(kind, **SIZES), scheme)
+
     stream = list(iter_low_bit_weights(model))
-    assert [name for name, _ in stream] == list(expected_names(model, scheme))
-    dtypes = {"packed": torch.int32, "zero_point": torch.int32, "shape": torch.int64}
-    quantized = torch.float8_e4m3fn if scheme.startswith("FP8") else torch.int8
+
+    assert [name for name, _ in stream] == expected_names(model, scheme)
     for name, tensor in stream:
-        expected = dtypes.get(name.rpartition("weight_")[2], torch.bfloat16)
-        assert tensor.dtype == (quantized if name.endswith("_proj.weight") else expected), name
+        assert tensor.dtype == expected_dtype(name, scheme), name
         assert not tensor.requires_grad
+
+
+def train_one_step(model, optimizer):
+    model(TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def record_multiplied_tensors(model, monkeypatch):
+    """A dict that gets the low-bit tensors that forwards multiply by from now on, by their names in a checkpoint."""
+    names = {id(layer.weight): name for name, layer in quantized_modules(model)}
+    multiplied = {}
+    apply = matmul.LowBitMatmul.apply
+
+    def recorded(x, bias, low_bit, *rest):
+        master_weight = rest[-1]
+        for tensor_name, tensor in low_bit.tensors.items():
+            multiplied[f"{names[id(master_weight)]}.{tensor_name}"] = tensor
+        return apply(x, bias, low_bit, *rest)
+
+    monkeypatch.setattr(matmul.LowBitMatmul, "apply", recorded)
+    return multiplied
 
 
 @pytest.mark.parametrize("scheme", NAMES)
@@ -53,98 +90,127 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
     model = apply_quantization(tiny_model(**SIZES), scheme)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     low_bit_store(model).follow(optimizer)
-
-    def step():
-        model(TOKENS, labels=TOKENS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     for _ in range(2):
-        step()
+        train_one_step(model, optimizer)
     stale = dict(iter_low_bit_weights(model))
-    step()
-    names, used = {id(m.weight): name for name, m in quantized_modules(model)}, {}
-    original = matmul.LowBitMatmul.apply
+    train_one_step(model, optimizer)
 
-    def spy(*args):
-        weight, master = args[2], args[-1]
-        used.update({f"{names[id(master)]}.{local}": tensor for local, tensor in weight.tensors.items()})
-        return original(*args)
-
-    monkeypatch.setattr(matmul.LowBitMatmul, "apply", spy)
+    multiplied = record_multiplied_tensors(model, monkeypatch)
     stream = dict(iter_low_bit_weights(model))
     model(TOKENS)
-    assert len(used) == 14 * len(LOCAL[scheme])
-    assert all(stream[name] is tensor for name, tensor in used.items())
-    quantized = [name for name in used if name.endswith(LOCAL[scheme][0])]
-    assert not any(torch.equal(stale[n].view(torch.uint8), stream[n].view(torch.uint8)) for n in quantized)
+
+    assert len(multiplied) == 14 * len(TENSORS_OF_LAYER[scheme])
+    for name, tensor in multiplied.items():
+        assert stream[name] is tensor, name
+
+    # Control: the quantized values before the last step.
+    values = [name for name in multiplied if name.endswith(TENSORS_OF_LAYER[scheme][0])]
+    assert len(values) == 14
+    for name in values:
+        assert not torch.equal(stale[name].view(torch.uint8), stream[name].view(torch.uint8)), name
 
 
-def test_what_is_not_quantized_is_a_bfloat16_copy(tiny_model):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_quantized_is_a_bfloat16_copy(tiny_model, dtype):
     """A copy also of a bfloat16 master: the engine keeps references while the learner may go on."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model = apply_quantization(tiny_model("qwen2", dtype=dtype), "W4A16")
-        parameters = dict(model.named_parameters())
-        plain = {name: tensor for name, tensor in iter_low_bit_weights(model) if name in parameters}
-        assert {"lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= plain.keys()
-        for name, tensor in plain.items():
-            assert torch.equal(tensor, parameters[name].detach().bfloat16())
-            assert tensor.untyped_storage().data_ptr() != parameters[name].untyped_storage().data_ptr()
+    model = apply_quantization(tiny_model("qwen2", dtype=dtype), "W4A16")
+    parameters = dict(model.named_parameters())
+
+    plain = {name: tensor for name, tensor in iter_low_bit_weights(model) if name in parameters}
+
+    assert {"lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= plain.keys()
+    for name, tensor in plain.items():
+        assert torch.equal(tensor, parameters[name].detach().bfloat16())
+        assert tensor.untyped_storage().data_ptr() != parameters[name].untyped_storage().data_ptr()
 
 
 def test_a_tied_head_is_sent_once(tiny_model):
     model = tiny_model(tie_word_embeddings=True)
-    assert "lm_head.weight" not in dict(iter_low_bit_weights(model))
-    stream = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
-    assert "model.embed_tokens.weight" in stream and "lm_head.weight" not in stream
+    plain = dict(iter_low_bit_weights(model))
+    low_bit = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
+
+    for stream in (plain, low_bit):
+        assert "model.embed_tokens.weight" in stream
+        assert "lm_head.weight" not in stream
 
 
 def test_persistent_buffers_follow_in_their_own_dtype():
     model = nn.Sequential(nn.Linear(128, 8), nn.BatchNorm1d(8))
     model.register_buffer("cache", torch.ones(3), persistent=False)
+
     stream = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
+
     assert stream["1.running_mean"].dtype == torch.float32
     assert stream["1.num_batches_tracked"].dtype == torch.int64
     assert stream["1.running_mean"].data_ptr() != model[1].running_mean.data_ptr()
     assert "cache" not in stream
 
 
-# Sharded master weights ----------------------------------------------------------------------------------------------------
+# Sharded master weights ---------------------------------------------------------------------------------------------
+
+
+class EmptyOutsideOfGather:
+    """
+    Empties the parameters of a model, which are whole only inside the context: as under ZeRO-3.
+
+    Attributes:
+        gathered: Number of parameters of each context.
+    """
+
+    def __init__(self, model):
+        self.gathered = []
+        self.whole = {}
+        for param in model.parameters():
+            self.whole[param] = param.detach().clone()
+            param.data = torch.empty(0)
+
+    @contextmanager
+    def __call__(self, parameters):
+        self.gathered.append(len(parameters))
+        for param in parameters:
+            param.data = self.whole[param]
+        yield
+        for param in parameters:
+            param.data = torch.empty(0)
 
 
 def test_parameters_are_read_where_they_are_whole():
-    """As under ZeRO-3, where a parameter is empty outside of the context."""
     model = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")
-    whole = [param.detach().clone() for param in model.parameters()]
     expected = dict(iter_low_bit_weights(model))
-    gathered = []
+    gather = EmptyOutsideOfGather(model)
 
-    @contextmanager
-    def gather(params):
-        gathered.append(len(params))
-        for param in params:
-            param.data = next(tensor for tensor in whole if tensor.shape == shapes[param])
-        yield
-        for param in params:
-            param.data = torch.empty(0)
-
-    shapes = {param: param.shape for param in model.parameters()}
-    for param in model.parameters():
-        param.data = torch.empty(0)
     stream = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model, gather)}
 
-    assert gathered == [1, 1]
-    assert all(torch.equal(stream[name], tensor) for name, tensor in expected.items())
+    assert gather.gathered == [1, 1]
     assert stream.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(stream[name], tensor)
+
+
+# Wrappers -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_wrapper_of_activation_checkpointing_is_not_in_the_names():
-    inner = nn.Sequential(nn.Linear(128, 8))
-    wrapped = nn.ModuleDict({"_checkpoint_wrapped_module": inner})
+    wrapped = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Sequential(nn.Linear(128, 8))})
     model = apply_quantization(nn.ModuleDict({"layer": wrapped}), "W4A16")
+
     names = [name for name, _ in iter_low_bit_weights(model)]
-    assert names == [f"layer.0.{name}" for name in ("weight_packed", "weight_scale", "weight_shape", "bias")]
-    wrapper = pytest.importorskip("torch.distributed.algorithms._checkpoint.checkpoint_wrapper").checkpoint_wrapper
-    inner.register_buffer("kept", torch.ones(1))  # torch's own wrapper is in the names of buffers, not in state_dict
-    stream = dict(iter_low_bit_weights(nn.ModuleDict({"layer": wrapper(inner)})))
-    assert "layer.kept" in stream
+
+    assert names == [f"layer.0.{name}" for name in (*PACKED, "bias")]
+
+
+def test_a_buffer_under_activation_checkpointing_is_sent():
+    """torch's own wrapper is in the names of buffers, and not in those of the state dict."""
+    inner = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")
+    inner.register_buffer("kept", torch.ones(1))
+    model = nn.ModuleDict({"layer": checkpoint_wrapper(inner)})
+    assert "layer._checkpoint_wrapped_module.kept" in dict(model.named_buffers())  # the premise
+
+    assert "layer.kept" in dict(iter_low_bit_weights(model))
+
+
+@pytest.mark.xfail(strict=True, reason="the names of a low-bit layer without a name begin with a dot")
+def test_a_layer_that_is_the_whole_model_has_the_names_of_its_parameters():
+    layer = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")[0]
+
+    assert [name for name, _ in iter_low_bit_weights(layer)] == [*PACKED, "bias"]
