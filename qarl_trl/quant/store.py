@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -126,6 +127,8 @@ class LowBitStore:
         Args:
             optimizer: For a model that FSDP2 shards, the optimizer of its shards.
         """
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer  # the wrapper calls it, and has no hooks of its own
         optimizer.register_step_post_hook(lambda *_: self.weights_trained())
         self.will_be_told()
 
@@ -216,7 +219,12 @@ class LowBitStore:
         if frozen is not None:
             return frozen
 
-        self._kept.get(layer, {}).pop(name, None)
+        # Also what else is made from these master weights: LoRA's base, which the reference model multiplies by.
+        sources = set(layer.sources_of(name))
+        of_layer = self._kept.get(layer, {})
+        for other in list(of_layer):
+            if sources & set(layer.sources_of(other)):
+                del of_layer[other]
         return self.weight_of(layer, name)
 
     # Sharding --------------------------------------------------------------------------------------------------------
@@ -250,7 +258,8 @@ class LowBitStore:
 
     def _state_of(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> _State:
         """The state of the master weights that a low-bit weight would be made from now."""
-        step = self._step_of(parameters)
+        # A layer that shares its global scale changes with the weights of the others.
+        step = self._step_of([*parameters, *(other.weight for other in layer.merged_with)])
         others = layer.depends_on(name)
         if self._sharded or any(map(_is_shard, parameters)):
             # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same
@@ -303,8 +312,6 @@ def find_store(model: nn.Module) -> LowBitStore | None:
     """The store of a quantized model, `None` for another model."""
     for module in model.modules():
         if isinstance(module, LowBitLayer) and isinstance(module.store, LowBitStore):
-            if module.store._model is None:  # unpickled with its model
-                module.store.attach(model)
             return module.store
     return None
 
