@@ -73,7 +73,7 @@ class QuantExperts(LowBitLayer, nn.Module):
 
     gate_up_proj: Tensor
     down_proj: Tensor
-    packed_parameters = tuple(PROJECTIONS)
+    gatherable = tuple(PROJECTIONS)
 
     def weight_names(self) -> tuple[str, ...]:
         return tuple(PROJECTIONS)

@@ -208,7 +208,7 @@ def test_master_weights_of_experts_are_their_dequantized_ones(tiny_model, tmp_pa
     found = dict(quantized_modules(apply_quantization(load_master_weights(str(tmp_path)), scheme)))
     for name, module in quantized_modules(model):
         if isinstance(module, QuantExperts):
-            for parameter in module.packed_parameters:
+            for parameter in module.gatherable:
                 expected = dequantize(module.low_bit(parameter)).float()
                 assert torch.equal(getattr(found[name], parameter).flatten(0, -2), expected)
 
