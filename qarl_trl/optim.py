@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon import muon as muon_step
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from .quant.convert import EXPERTS_LAYOUT
-from .quant.experts import PROJECTIONS, expert_modules
+from .quant.experts import PROJECTIONS, expert_modules, has_known_layout
 
 
 logger = logging.getLogger(__name__)
@@ -213,8 +212,7 @@ def _expert_projections(model: nn.Module) -> dict[nn.Parameter, int]:
     projections = {}
     for _, module in expert_modules(model):
         # In another layout the rows of gate and up are mixed, or rows and columns are exchanged.
-        layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
-        if layout != EXPERTS_LAYOUT:
+        if not has_known_layout(module):
             continue
 
         for name, param in module.named_parameters(recurse=False):

@@ -15,8 +15,7 @@ from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ..quant.convert import EXPERTS_LAYOUT
-from ..quant.experts import PROJECTIONS, expert_modules, layer_names
+from ..quant.experts import PROJECTIONS, expert_modules, has_known_layout, layer_names
 from ..quant.names import checkpoint_renaming
 from ..quant.quantize import meta_tensors
 from ..quant.scheme import MASTER_CAST_DTYPE, scheme_for
@@ -148,8 +147,7 @@ def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _expert_layers(name: str, module: nn.Module, parameter: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Names and weights of the linear layers that a checkpoint has for a parameter of experts `(experts, out, in)`."""
-    layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
-    if parameter not in PROJECTIONS or layout != EXPERTS_LAYOUT:
+    if parameter not in PROJECTIONS or not has_known_layout(module):
         raise UnknownTensorsError(f"how the experts {name} ({type(module).__name__}) are stored is not known")
 
     layers = layer_names(name, module, parameter)

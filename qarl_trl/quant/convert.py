@@ -18,7 +18,15 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils import match_targets
 from torch import nn
 
-from .experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
+from .experts import (
+    EXPERTS_LAYOUT,
+    PROJECTIONS,
+    QuantExperts,
+    expert_modules,
+    has_known_layout,
+    layer_names,
+    layout_of,
+)
 from .gemm import GemmChoice, plain_gemm
 from .layer import LowBitLayer
 from .linear import QuantLinear
@@ -36,9 +44,7 @@ from .shards import shape_of
 from .store import LowBitStore
 
 
-# Attributes by transformers' `use_experts_implementation` of the layout that `QuantExperts.forward` computes.
-EXPERTS_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-# Layers that vLLM loads into one matrix.
+# Layers that vLLM loads into one matrix, by their names in the module that holds them all.
 MERGED_BY_ENGINES = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -68,6 +74,7 @@ class Matched:
 
     @property
     def has_experts(self) -> bool:
+        """Whether the module is one of experts: only these have several weights."""
         return len(self.weights) > 1
 
 
@@ -95,7 +102,7 @@ def apply_quantization(
         scheme: Preset name (`"W4A16"`, `"FP8_DYNAMIC"`), a scheme, or a configuration of several groups
             ([`~qarl_trl.quant.modifier.read_modifier`]), which has its own targets, ignore list and group sizes.
         targets: Class names, module names, or `re:` patterns, as in compressed-tensors.
-        ignore: Modules that are not quantized, same syntax. Defaults to `lm_head` and routers, as in `QaRLConfig`.
+        ignore: Modules that are not quantized, same syntax. Defaults to `lm_head` and routers, as in `LowBitConfig`.
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
         gemm: Function from scheme and device to a gemm; `qarl_trl.rollout.engine_gemm` has the engine's.
         quantize_forward: `False` keeps the forward in high precision.
@@ -111,6 +118,7 @@ def apply_quantization(
     else:
         plan = single_group(resolve_scheme(scheme, group_size), targets, ignore)
 
+    # Every check comes before the first change, so that a refused model is as it was.
     _check_model(model)
     layers = _match_layers(model, plan)
     _check_layers(model, layers, frozen)
@@ -120,8 +128,10 @@ def apply_quantization(
         low_bit_class = _low_bit_class(layer.module, frozen)
         low_bit_class.convert(layer.module, layer.scheme, gemm, quantize_forward, store)
 
+    # The layers share this one object, so an export has these targets. It names each layer that is not quantized, and
+    # by that says the same as the caller's targets and ignore list.
     if not is_plan:
-        plan.config_groups["group_0"].targets = ["Linear"]  # an export lists what is not quantized
+        plan.config_groups["group_0"].targets = ["Linear"]
     _tie_global_scales(model)
     return model
 
@@ -141,6 +151,7 @@ def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
 
 
 def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
+    """The class that a matched module gets."""
     if frozen:
         from .frozen import FrozenLinear  # imports peft
 
@@ -158,6 +169,8 @@ def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
 
 def _tie_global_scales(model: nn.Module) -> None:
     """Tell layers that an engine merges into one matrix, and that have a global scale, of each other."""
+    # A merged matrix has one global scale. With a scale for each layer the engine would compute with another weight
+    # than the learner.
     for parent in model.modules():
         for names in MERGED_BY_ENGINES:
             members: list[Any] = [getattr(parent, name, None) for name in names]
@@ -181,6 +194,7 @@ def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
     matched = []
     for name, module in checkpoint_modules(model):
         base = getattr(module, "base_layer", module)
+        # Shapes by `shape_of`, because a parameter that ZeRO-3 holds is an empty vector.
         if not any(len(shape_of(param)) >= 2 for param in base.parameters(recurse=False)):
             continue
 
@@ -206,13 +220,12 @@ def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
     For each parameter of a module of experts the names of its linear layers in a checkpoint; `ValueError` for another
     layout.
     """
-    layout = {key: getattr(module, key, None) for key in EXPERTS_LAYOUT}
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
-    if layout != EXPERTS_LAYOUT or parameters != [*PROJECTIONS]:
+    if not has_known_layout(module) or parameters != [*PROJECTIONS]:
         raise ValueError(
-            f"The experts {name!r} ({type(module).__name__}) must have the parameters {[*PROJECTIONS]} and "
-            f"{EXPERTS_LAYOUT}, got "
-            f"{parameters} and {layout}. Such a model needs quant_scheme='none'."
+            f"The experts {name!r} ({type(module).__name__}) must have "
+            f"the parameters {[*PROJECTIONS]} and {EXPERTS_LAYOUT}, "
+            f"got {parameters} and {layout_of(module)}. Such a model needs quant_scheme='none'."
         )
     return {parameter: layer_names(name, module, parameter) for parameter in PROJECTIONS}
 
@@ -228,6 +241,7 @@ def _scheme_of_experts(
     if match_targets(name, module, plan.ignore or []):
         return None
 
+    # A checkpoint has these layers, the model does not. This one stands for them where a target names a class.
     linear = nn.Linear(1, 1, device="meta")
     schemes = {}
     for layers in weights.values():
@@ -238,9 +252,9 @@ def _scheme_of_experts(
     others = [layer for layer, other in schemes.items() if other is not scheme]
     if others:
         raise ValueError(
-            f"All {len(schemes)} expert layers of {name!r} must have one scheme, because an engine runs them in one "
-            "kernel, but "
-            f"{others[0]!r} has another. Quantize them all alike, or ignore all of them with 're:.*experts.*'."
+            f"All {len(schemes)} expert layers of {name!r} must have one scheme, "
+            f"because an engine runs them in one kernel, but {others[0]!r} has another. "
+            "Quantize them all alike, or ignore all of them with 're:.*experts.*'."
         )
     return scheme
 
@@ -256,9 +270,9 @@ def _check_model(model: nn.Module) -> None:
     foreign = getattr(getattr(model, "config", None), "quantization_config", None)
     if foreign is not None:
         raise ValueError(
-            f"The model is quantized already (quantization_config={foreign}), so it has no master weights. Start from "
-            "the "
-            "unquantized checkpoint, or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
+            f"The model is quantized already (quantization_config={foreign}), so it has no master weights. "
+            "Start from the unquantized checkpoint, "
+            "or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
 
     if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
@@ -274,6 +288,7 @@ def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
             check_lora_config(config)
         check_adapters(base_model(model), {layer.name: layer.module for layer in layers})
 
+    # With duplicates: a tied parameter counts once for each module that holds it.
     owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for layer in layers:
         _check_layer(layer, owners, frozen)
@@ -318,11 +333,10 @@ def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme) -> N
     rows = math.prod(stack) // len(names)
     if rows % height or columns % width:
         raise ValueError(
-            f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, which groups of {height} x "
-            f"{width} weights do "
-            "not divide. Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), "
-            "or "
-            "another scheme."
+            f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, "
+            f"which groups of {height} x {width} weights do not divide. "
+            "Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), "
+            "or another scheme."
         )
 
 

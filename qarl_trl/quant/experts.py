@@ -8,6 +8,7 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from .shards import shape_of
 # The projections in the rows of each parameter, with the names that llm-compressor writes for every architecture. vLLM
 # reads these names, even if the original checkpoint has others (Mixtral's w1, w3, w2).
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Attributes by transformers' `use_experts_implementation` of the layout that `QuantExperts.forward` computes. In other
+# layouts the rows of gate and up alternate, rows and columns are exchanged, or there are biases.
+EXPERTS_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 # The names under which model families keep the number of experts in a layer.
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -73,7 +77,7 @@ class QuantExperts(LowBitLayer, nn.Module):
 
     gate_up_proj: Tensor
     down_proj: Tensor
-    packed_parameters = tuple(PROJECTIONS)
+    gatherable = tuple(PROJECTIONS)
 
     def weight_names(self) -> tuple[str, ...]:
         return tuple(PROJECTIONS)
@@ -125,6 +129,16 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         parameters = module.parameters(recurse=False)
         if any(len(shape_of(param)) == 3 and param.is_floating_point() for param in parameters):
             yield name, module
+
+
+def layout_of(module: nn.Module) -> dict[str, Any]:
+    """What a module of experts says of its layout, for comparison with `EXPERTS_LAYOUT`."""
+    return {attribute: getattr(module, attribute, None) for attribute in EXPERTS_LAYOUT}
+
+
+def has_known_layout(module: nn.Module) -> bool:
+    """Whether the rows of the parameters of experts are those of [`layer_names`], one projection after the other."""
+    return layout_of(module) == EXPERTS_LAYOUT
 
 
 def layer_names(name: str, module: nn.Module, parameter: str) -> list[str]:

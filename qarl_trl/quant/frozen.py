@@ -45,6 +45,7 @@ class AdapterMatmul(torch.autograd.Function):
         ctx.scaling = scaling
         ctx.save_for_backward(cast, lora_A, lora_B)
 
+        # The gradients belong to the master factors, so these are saved; backward casts them again.
         used_A, used_B = synced(lora_A, lora_B, scaling)
         rows = cast.flatten(0, -2)
         if x.device.type == "cpu":
@@ -91,6 +92,7 @@ class FrozenLinear(LowBitLayer, nn.Linear):
     @classmethod
     def convert(cls, module: Any, *args: Any) -> None:
         super().convert(module, *args)
+        # On the meta device it has names, dtypes and shapes, by which the checkpoint's tensors are checked and read.
         module.frozen_weight = quantize_weight(module.weight.to("meta"), module.scheme)
         module.weight = None
 
@@ -119,6 +121,7 @@ class FrozenLinear(LowBitLayer, nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         super()._apply(fn, recurse)
 
+        # `fn` moves tensors, or casts them. Applied to an empty one it says where to, and low-bit tensors stay uncast.
         probe = torch.empty(0, device=self.frozen_weight.quantized.device)
         device = fn(probe).device
         # accelerate moves a model to the meta device before FSDP2 shards its parameters; the low-bit tensors are no
@@ -181,6 +184,7 @@ def align_adapters(model: nn.Module) -> None:
             frozen[name] = module
     check_adapters(base_model(model), frozen)
 
+    # peft wraps only layers with an adapter; the others stay as they are.
     for layer in frozen.values():
         if type(layer) is lora.Linear:
             layer.__class__ = AdaptedLinear

@@ -23,7 +23,8 @@ from .shards import local_rows, unit_of, whole
 
 
 _aten = torch.ops.aten
-# Operations of FSDP2 and `nn.Parameter` whose result must again be a `MasterShard`.
+# Operations of FSDP2 and `nn.Parameter` whose result must again be a `MasterShard`. FSDP2 copies the rows of this
+# process to a padded `new_zeros` of the parameter, takes views of that, and looks for its two methods on the views.
 _SAME_KIND = {op.default for op in (_aten.detach, _aten.alias, _aten.view, _aten.new_zeros)} | {_aten.slice.Tensor}
 
 
@@ -65,6 +66,8 @@ class MasterShard(Tensor):
         return result
 
     def _same_memory(self) -> Tensor:
+        """`plain`, if it is still in the memory of this tensor."""
+        # `param.data = ...` replaces the memory of this tensor only. Operations would go on with the old weights.
         if self.data_ptr() != self.plain.data_ptr():
             raise RuntimeError(
                 f"The master weight {self.parameter!r}, whose quantized values FSDP2 gathers, was given other memory "
@@ -84,19 +87,17 @@ class MasterShard(Tensor):
 
         FSDP2 calls it before every forward and backward of `module`, the `LowBitLayer` with the parameter; the first
         call of a step quantizes the rows. The tensors must have the same sizes in every process and every call,
-        because FSDP2 keeps the
-        buffers: so processes with unequal numbers of rows cannot use it.
+        because FSDP2 keeps the buffers: so processes with unequal numbers of rows cannot use it.
         """
         if not gathers_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
                 f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. "
-                "Shard the "
-                "model with as many as `gather_quantized` was told."
+                "Shard the model with as many as `gather_quantized` was told."
             )
 
         rows = module.store.rows_of(module, self.parameter)
-        # Before the gather the module's parameter is the `DTensor` of all shards, which `whole_weights` may need
-        # later.
+        # Before the gather the module's parameter is the `DTensor` of all shards. `whole_weights` may need it later,
+        # when the module has the gathered parameter in its place.
         sharded = getattr(module, self.parameter)
         return tuple(rows.data.values()), (rows, outer_size, sharded)
 
@@ -110,7 +111,11 @@ class MasterShard(Tensor):
         to free.
         """
         rows, size, sharded = metadata
+        # `outputs` are the rows of all processes, one after the other: `gathers_quantized` made sure that each process
+        # has equally many.
         weight = LowBitWeight(dict(zip(rows.data, outputs, strict=True)), rows.scheme)
+
+        # FSDP2 keeps the parameter of its first gather, because gradients accumulate in its `grad`.
         if out is not None:
             out.content[:] = (weight, sharded)
             return None
@@ -119,8 +124,8 @@ class MasterShard(Tensor):
 
 class GatheredWeight(Tensor):
     """
-    Placeholder parameter that holds packed weights: the leaf for the gradient of the whole weight, which no process
-        has.
+    Parameter in a forward, with the low-bit weight in place of numbers. It is the leaf that gets the gradient of the
+    whole weight, which no process has.
 
     Any operation on it is an error. An ordinary tensor without memory would crash, or compute with garbage.
 
@@ -151,20 +156,23 @@ class GatheredWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         weight = args[0]
+        # FSDP2 and `nn.Parameter` apply these two to what `fsdp_post_all_gather` returns.
         if func in (_aten.detach.default, _aten.as_strided.default):
             return cls(weight.shape, weight.dtype, weight.device, weight.content)
+
+        # FSDP2 reduces zeros for a weight that got no gradient in this process.
         if func is _aten.zeros_like.default:
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+
         raise RuntimeError(
             f"{func} needs the weight {tuple(weight.shape)}, but FSDP2 gathered only its quantized values, for the "
-            "layer's forward. "
-            "Read parameters as `DTensor`s, outside of the forward."
+            "layer's forward. Read parameters as `DTensor`s, outside of the forward."
         )
 
 
 @torch.no_grad()  # else `to_local` returns a view
-def is_packed(weight: Tensor) -> bool:
-    """Whether FSDP2 shards `weight` and gathers its quantized values."""
+def gathers_low_bit(weight: Tensor) -> bool:
+    """Whether FSDP2 shards `weight`, and gathers its quantized values instead of itself."""
     return isinstance(weight, DTensor) and isinstance(weight.to_local(), MasterShard)
 
 
@@ -181,25 +189,29 @@ def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) ->
         device: Where the forward will run.
     """
     for layer in layers:
+        # A forward in high precision needs the weight. A gemm that prepares its own form of the quantized values would
+        # prepare it in each forward and backward, because FSDP2 frees in between what it gathered.
         if not layer.quantized_forward or layer.gemm_for(layer.scheme, device).prepares:
             continue
 
         for name, weight in list(layer.named_parameters(recurse=False)):
             # accelerate replaces master weights of another dtype, by `param.data = ...`.
             is_plain = type(weight) is nn.Parameter and weight.dtype == torch.float32
-            can_gather = name in layer.packed_parameters and gathers_quantized(weight.shape, ranks, layer.scheme)
+            can_gather = name in layer.gatherable and gathers_quantized(weight.shape, ranks, layer.scheme)
             if is_plain and can_gather:
                 master = MasterShard(weight.detach(), name)
                 setattr(layer, name, nn.Parameter(master, requires_grad=weight.requires_grad))
-        layer.register_load_state_dict_pre_hook(_load_packed)
+        layer.register_load_state_dict_pre_hook(_load_as_master_shards)
 
 
 @torch.no_grad()
-def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Make a `MasterShard` of each shard that replaces one (`assign=True`, as accelerate loads)."""
+def _load_as_master_shards(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Make a `MasterShard` of each shard that replaces one."""
+    # With `assign=True`, as accelerate loads, the loaded tensors become the parameters. As ordinary shards they would
+    # make FSDP2 gather whole weights from then on.
     for name, present in module.named_parameters(recurse=False):
         loaded = state_dict.get(prefix + name)
-        if isinstance(loaded, DTensor) and is_packed(present):
+        if isinstance(loaded, DTensor) and gathers_low_bit(present):
             state_dict[prefix + name] = DTensor.from_local(
                 MasterShard(local_rows(loaded), name),
                 loaded.device_mesh,
@@ -213,7 +225,7 @@ def _load_packed(module: nn.Module, state_dict: dict[str, Tensor], prefix: str, 
 def whole_weights(module: nn.Module) -> Iterator[None]:
     """
     Inside this context, weights whose quantized values FSDP2 gathered are whole, in bfloat16: for forwards in high
-        precision.
+    precision.
 
     Collective. The master weights get no gradient from them.
     """

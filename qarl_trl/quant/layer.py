@@ -66,7 +66,7 @@ class LowBitLayer:
     high_precision_class: type[Any]
     frozen_weight: LowBitWeight | None = None
     # The parameters whose quantized values FSDP2 may gather.
-    packed_parameters: tuple[str, ...] = ()
+    gatherable: tuple[str, ...] = ()
 
     @classmethod
     def convert(

@@ -11,7 +11,7 @@ from .layer import LowBitLayer as LowBitLayer
 class QuantLinear(LowBitLayer, nn.Linear):
     """`nn.Linear` after [`qarl_trl.quant.apply_quantization`]; never constructed directly."""
 
-    packed_parameters = ("weight",)
+    gatherable = ("weight",)
 
     def weight_names(self) -> tuple[str, ...]:
         return ("weight",)

@@ -101,6 +101,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         if self.disable_adapters:
             return ""
 
+        # peft activates adapters for the whole model, also those that this layer lacks.
         active = [name for name in self.active_adapters if name in self.lora_A]
         if len(active) > 1:
             raise ValueError(f"Several adapters are active ({active}). Leave one: model.set_adapter({active[0]!r}).")
@@ -124,16 +125,21 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             raise RuntimeError(
                 f"Merged adapters {self.merged_adapters} would count twice. Call `model.unmerge_adapter()`."
             )
+
         weight, *factors = sources
         if not factors:
             return weight.detach()
+
+        # Not by the rows of a process, because each row of `B A` needs all of A.
         lora_A, lora_B = factors
         return merged_weight(whole(weight), whole(lora_A), whole(lora_B), self.scaling[name])
 
     def depends_on(self, name: str) -> tuple[Any, ...]:
+        # peft sets the scaling without a write to a parameter, and merges through `.data`, which leaves no version.
         return (self.scaling.get(name), self.merged)
 
     def low_bit(self, name: str | None = None) -> LowBitWeight:
+        # Not the name of `weight_names`, which refuses a disabled adapter: a forward then multiplies by the base.
         return super().low_bit(self.adapter if name is None else name)
 
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
@@ -147,6 +153,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         if not adapter:
             return self.multiply(x, adapter, gemm, self.base_layer.weight, bias=bias)
 
+        # The base weight is no source here: it is not trained, so its gradient would be computed for nothing.
         factors = (self.lora_A[adapter].weight, self.lora_B[adapter].weight)
         chain_rule = partial(factor_gradients, self.scaling[adapter])
         return self.multiply(x, adapter, gemm, *factors, bias=bias, source_gradients=chain_rule)
@@ -156,8 +163,8 @@ def check_lora_config(config: Any) -> None:
     """Refuse (`ValueError`) an adapter, by its `peft.PeftConfig`, whose forward is not `x (W + s B A)^T`."""
     if not isinstance(config, LoraConfig) or config.peft_type != PeftType.LORA:
         raise ValueError(
-            f"peft_config is a {type(config).__name__}, and only LoRA adapters merge into a weight that can be "
-            "quantized. "
+            f"peft_config is a {type(config).__name__}, "
+            "and only LoRA adapters merge into a weight that can be quantized. "
             "Use peft.LoraConfig, or set quant_scheme='none'."
         )
 
@@ -176,8 +183,7 @@ def check_lora_config(config: Any) -> None:
         settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
         raise ValueError(
             f"The adapter sets {settings}, so the learner's layer would differ from the engine's weight Q(W + s B A). "
-            "Leave it "
-            "out (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
+            "Leave it out (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
         )
 
 
@@ -193,17 +199,15 @@ def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and (id(module) not in quantized or type(module) is not lora.Linear):
             raise ValueError(
-                f"Layer {name!r} ({type(module).__name__}) carries an adapter, but it is not quantized or not plain "
-                "LoRA: the "
-                "engine would compute something else. Take it out of the adapter's target_modules, or out of "
-                "`quant_ignore`."
+                f"Layer {name!r} ({type(module).__name__}) carries an adapter, "
+                "but it is not quantized or not plain LoRA: the engine would compute something else. "
+                "Take it out of the adapter's target_modules, or out of `quant_ignore`."
             )
 
         if isinstance(module, ModulesToSaveWrapper):
             inside = [layer for layer in matched if layer == name or layer.startswith(f"{name}.")]
             if inside:
                 raise ValueError(
-                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. Give "
-                    "it an "
-                    "adapter (target_modules), or add it to `quant_ignore`."
+                    f"modules_to_save trains a copy of {name!r}, and quantization targets {inside[0]!r} in it. "
+                    "Give it an adapter (target_modules), or add it to `quant_ignore`."
                 )

@@ -44,6 +44,7 @@ def _name_in_base(name: str, adapter: str) -> str | None:
     """The name in the base model of a name in a `PeftModel`; `None` if the base model has none."""
     parts = plain_name(name).removeprefix("base_model.model.").split(".")
 
+    # peft keeps the original of a module that it copies, although only the copy is trained and used.
     in_adapter = any(part.startswith("lora_") for part in parts)
     if in_adapter or "original_module" in parts:
         return None

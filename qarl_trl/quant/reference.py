@@ -94,7 +94,7 @@ def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Qua
     """
     tiles = as_tiles(weight, scheme)
     tile_zero_point = None if zero_point is None else per_tile(zero_point)
-    quotient = steps(tiles, per_tile(scale), tile_zero_point).reshape(weight.shape)
+    quotient = in_units_of_scale(tiles, per_tile(scale), tile_zero_point).reshape(weight.shape)
 
     if scheme.weights.type == QuantizationType.FLOAT:
         return fp8_quantized(quotient)
@@ -199,7 +199,7 @@ def absmax(weight: Tensor) -> Tensor:
 # Rounding and packing ------------------------------------------------------------------------------------------------
 
 
-def steps(weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+def in_units_of_scale(weight: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """`weight / scale + zero_point`, each operation rounded to bfloat16; a new tensor of `weight`'s shape."""
     quotient = weight / scale
     if zero_point is None:

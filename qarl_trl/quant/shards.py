@@ -21,6 +21,7 @@ from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 def is_partitioned(param: Tensor) -> bool:
     """Whether ZeRO-3 holds `param`: it is empty, or whole at a different address in each forward."""
+    # DeepSpeed marks such parameters. Its own functions would need the package, which is optional.
     return hasattr(param, "ds_id")
 
 
@@ -34,6 +35,8 @@ def whole(tensor: Tensor) -> Tensor:
     """`tensor` itself, or the whole of a sharded one (collective); sharded floats are cast to bfloat16 first."""
     if not isinstance(tensor, DTensor):
         return tensor
+
+    # The quantizer and an engine begin with the same cast, so half of the bytes need not move.
     sent: Any = tensor.to(MASTER_CAST_DTYPE) if tensor.is_floating_point() else tensor
     return sent.full_tensor()
 
@@ -55,6 +58,7 @@ def quantize_shards(weight: DTensor, scheme: QuantizationScheme, rows: LowBitWei
         ValueError: that of `quantize_weight`, in the process that holds the rows; the launcher then ends the others.
     """
     unit = _unit(weight, scheme)
+    # From the whole weight each process makes the same bytes, without another collective.
     if unit is None:
         return quantize_weight(whole(weight).flatten(0, -2), scheme)
 
@@ -82,6 +86,7 @@ def quantize_rows(weight: DTensor, scheme: QuantizationScheme) -> LowBitWeight:
     `quantize_shards`.
     """
     rows = local_rows(weight)
+    # A process without rows must still take part in the gather, with tensors of the same names, dtypes and widths.
     if not len(rows):
         unit = cast(int, _unit(weight, scheme))
         rows = rows.new_zeros(unit, *rows.shape[1:])
@@ -110,19 +115,22 @@ def unit_of(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> int
     if has_global_scale(scheme):
         return None
 
-    rows = math.prod(shape[1:-1])  # in one entry of the first dimension
+    # An entry of the first dimension is a row, or all the rows of an expert: what FSDP2 never cuts.
+    rows = math.prod(shape[1:-1])
     together = rows_together(scheme)
     unit = max(1, together // rows)
     if unit * rows % together:
         return None
 
-    most_entries = math.ceil(shape[0] / ranks)  # in each process, except the last ones
+    # FSDP2 cuts as `torch.chunk` does: all processes get this many entries, except the last ones.
+    most_entries = math.ceil(shape[0] / ranks)
     if shape[0] % unit or most_entries % unit:
         return None
     return unit
 
 
 def _unit(weight: DTensor, scheme: QuantizationScheme) -> int | None:
+    # HSDP shards over one dimension of the mesh and replicates over the other.
     sharded_over = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
     if len(sharded_over) != 1:
         return None

@@ -90,6 +90,7 @@ class QuantizedSource:
             if local in ("weight_packed", "weight_scale"):
                 low_bit.add(layer)
 
+        # Only linear layers are stored in low bits, and targets may name the class.
         linear = nn.Linear(1, 1, device="meta")
         schemes = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
         if not all(schemes.values()):
@@ -101,6 +102,7 @@ class QuantizedSource:
         `config` for the learner, which rounds to nearest, whatever method found the checkpoint's quantized values.
         """
         plan = self.config.model_copy(deep=True)
+        # Both say how somebody found the quantized values; `resolve_config` refuses other ways than the learner's.
         for group in plan.config_groups.values():
             group.weights.actorder = None
             group.weights.observer = None
@@ -116,6 +118,7 @@ class QuantizedSource:
         for layer in self.layers.keys() - without:
             yield f"{layer}.weight", self._decompressed(layer)["weight"]
 
+        # Of a layer in low bits only the bias is left: its other tensors became the weight, or are not wanted.
         not_plain = {*self.layers, *without}
         for name in self.tensors:
             layer, _, local = name.rpartition(".")
@@ -146,20 +149,22 @@ class QuantizedSource:
 
         stored = {}
         for local in empty.data:
+            # The slice knows its shape from the file's header, and `[:0]` reads no values.
             tensor = self._file(f"{layer}.{local}").get_slice(f"{layer}.{local}")
             stored[local] = (tensor[:0].dtype, *tensor.get_shape())
         needed = {local: (tensor.dtype, *tensor.shape) for local, tensor in empty.data.items()}
 
         if stored != needed or f"{layer}.weight_g_idx" in self.tensors:
             raise ValueError(
-                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, got {stored}, or actorder: "
-                "group. Use "
-                "'merged', or quantize it again (dtype bfloat16, actorder: static)."
+                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, "
+                f"got {stored}, or actorder: group. "
+                "Use 'merged', or quantize it again (dtype bfloat16, actorder: static)."
             )
 
     def _decompressed(self, layer: str) -> dict[str, Tensor]:
         """The tensors of a layer as compressed-tensors decompresses them, among them `weight`."""
         scheme = self.layers[layer]
+        # Checkpoints of older versions of compressed-tensors have no format in their groups.
         stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
         compressor = BaseCompressor.get_value_from_registry(stored_as.value)
         stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
@@ -210,10 +215,9 @@ def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs
 
     if quantization.get("quant_method") != "compressed-tensors" or quantization.get("transform_config"):
         raise ValueError(
-            f"{name} must be quantized by compressed-tensors without a transform_config (rotations that only the "
-            "engine would "
-            f"apply), got quantization_config={quantization}. Start from the unquantized model, or see "
-            "examples/llmcompressor."
+            f"{name} must be quantized by compressed-tensors without a transform_config "
+            f"(rotations that only the engine would apply), got quantization_config={quantization}. "
+            "Start from the unquantized model, or see examples/llmcompressor."
         )
 
     folder = Path(name)
@@ -255,10 +259,13 @@ def load_master_weights(
         raise ValueError(f"{name} is not quantized. Use from_pretrained.")
 
     config, settings = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
+    # With it `from_pretrained` would use transformers' loader of quantized checkpoints, and a file of master weights
+    # would say that they are quantized.
     vars(config).pop("quantization_config", None)
     if architecture is None:
         known = (config.architectures or [""])[0]
         architecture = getattr(transformers, known, transformers.AutoModelForCausalLM)
+    # `AutoConfig` keeps this argument for itself.
     settings["trust_remote_code"] = kwargs.get("trust_remote_code", False)
 
     if freeze is None:
@@ -266,6 +273,7 @@ def load_master_weights(
     else:
         model = _load_frozen(architecture, source, config, freeze, gemm, **settings)
 
+    # A model made from tensors does not know where it comes from; the engine, resuming and cards ask it.
     model.config._name_or_path = name
     model.name_or_path = name
     if model.can_generate():
@@ -283,26 +291,38 @@ def _load_frozen(
     **settings: Any,
 ) -> PreTrainedModel:
     """Load a model whose layers in `plan` never have a high-precision weight."""
+    quantizes_itself = _class_that_quantizes_itself(architecture, plan, gemm)
 
-    # `from_pretrained` makes the model itself, so a subclass quantizes it at the end of the constructor, before
-    # weights load.
+    # Without memory for weights this says which layers `plan` matches, and what each must have stored. So a checkpoint
+    # that does not fit is refused before its tensors are read.
+    with torch.device("meta"):
+        skeleton = quantizes_itself(config)
+    frozen: dict[str, Any] = dict(quantized_modules(skeleton))
+    for layer_name, layer in frozen.items():
+        source.check_stored(layer_name, layer.frozen_weight)
+
+    model = _from_tensors(quantizes_itself, source, config, MASTER_CAST_DTYPE, frozen, **settings)
+    # The subclass has done its work. `save_pretrained` writes a model's class into `config.json`, and pickle looks it
+    # up by name, so it must be the one that transformers knows.
+    model.__class__ = architecture
+
+    loaded: Any = quantized_modules(model)
+    for layer_name, layer in loaded:
+        layer.frozen_weight = source.low_bit(layer_name, layer.frozen_weight)
+    return model
+
+
+def _class_that_quantizes_itself(architecture: Any, plan: QuantizationConfig, gemm: GemmChoice) -> Any:
+    """A subclass of a model class, whose new models have frozen layers where `plan` says so."""
+
+    # `from_pretrained` calls the constructor, and then loads weights into the parameters that it finds: layers must
+    # lose theirs in between. The end of the constructor lies there, and needs no quantizer registered in transformers.
     class Frozen(architecture):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             apply_quantization(self, plan, gemm=gemm, frozen=True)
 
-    with torch.device("meta"):
-        skeleton = Frozen(config)
-    frozen: dict[str, Any] = dict(quantized_modules(skeleton))
-    for layer_name, layer in frozen.items():
-        source.check_stored(layer_name, layer.frozen_weight)
-
-    model = _from_tensors(Frozen, source, config, MASTER_CAST_DTYPE, frozen, **settings)
-    model.__class__ = architecture
-    loaded: Any = quantized_modules(model)
-    for layer_name, layer in loaded:
-        layer.frozen_weight = source.low_bit(layer_name, layer.frozen_weight)
-    return model
+    return Frozen
 
 
 def _from_tensors(

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdRef
 
-from .gathers import GatheredWeight, gather_quantized, is_packed
+from .gathers import GatheredWeight, gather_quantized, gathers_low_bit
 from .layer import LowBitLayer
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .shards import is_partitioned, quantize_rows, quantize_shards
@@ -170,7 +170,7 @@ class LowBitStore:
         parameters = self._sources(layer, name)
         if isinstance(parameters[0], GatheredWeight):  # in a forward under FSDP2, which gathered the quantized values
             return parameters[0].low_bit
-        if is_packed(parameters[0]):  # outside of a forward: this process has only its own rows
+        if gathers_low_bit(parameters[0]):  # outside of a forward: this process has only its own rows
             return quantize_shards(parameters[0], layer.scheme, self.rows_of(layer, name))
 
         state = self._state_of(layer, name, parameters)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,11 +19,13 @@ from .scheme import MASTER_CAST_DTYPE
 from .shards import whole
 
 
-def checkpoint_stream(
-    model: nn.Module,
-    weight_of: Callable[[LowBitLayer, str], LowBitWeight] | None,
-    gather: Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]],
-) -> Iterator[tuple[str, Tensor]]:
+# The low-bit weight of a layer by its name: `weight_of` or `fresh_weight_of` of a store.
+_WeightOf = Callable[[LowBitLayer, str], LowBitWeight]
+# Takes parameters; inside the context they are whole.
+_Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
+
+
+def checkpoint_stream(model: nn.Module, weight_of: _WeightOf | None, gather: _Gather) -> Iterator[tuple[str, Tensor]]:
     """
     Yield every tensor of the checkpoint of `model`, with the name that transformers saves it under.
 
@@ -37,43 +40,31 @@ def checkpoint_stream(
         gather: Makes parameters whole inside its context. Collective under ZeRO-3 and FSDP2: every process must
             iterate.
     """
-    name_of = checkpoint_names(model)
-    # Renaming is for engines that load quantized checkpoints. TRL syncs a high-precision model by its own names.
-    rename = str if weight_of is None else checkpoint_renaming(model)
-    experts = {} if weight_of is None else {id(module): name for name, module in expert_modules(model)}
-    sent: set[int] = set()  # parameters that a low-bit weight or a layer of experts already stands for
+    names = _Names.of(model, in_low_bits=weight_of is not None)
+    # The `id`s of parameters that the stream already has: as they are, in a low-bit weight, or as layers of experts.
+    sent: set[int] = set()
 
     for module_name, module in model.named_modules():
         if isinstance(module, LowBitLayer) and weight_of is not None:
-            for weight_name in module.weight_names():
-                layer: Any = module
-                parameters = [layer.get_parameter(source) for source in layer.sources_of(weight_name)]
-                sent.update(map(id, parameters))
-                with gather(parameters):
-                    low_bit = weight_of(module, weight_name)
-                    if id(module) in experts:
-                        yield from _expert_tensors(experts[id(module)], module, weight_name, rename, low_bit)
-                    else:
-                        prefix = _checkpoint_prefix(name_of(f"{module_name}.weight"), rename)
-                        yield from ((prefix + local, tensor) for local, tensor in low_bit.tensors.items())
-        elif id(module) in experts:
-            for parameter_name in PROJECTIONS:
-                parameter = module.get_parameter(parameter_name)
-                sent.add(id(parameter))
-                with gather([parameter]):
-                    yield from _plain_expert_tensors(experts[id(module)], module, parameter_name, rename, parameter)
+            # With an adapter some of them belong to modules inside this one, which the loop reaches later.
+            sent.update(map(id, _all_sources(module)))
+            yield from _low_bit_tensors(module_name, module, names, weight_of, gather)
+        elif id(module) in names.experts:
+            sent.update(map(id, _projections(module)))
+            yield from _plain_expert_tensors(module, names, gather)
 
         for local, parameter in module.named_parameters(recurse=False):
-            name = name_of(f"{module_name}.{local}" if module_name else local)
-            if (
-                name is None or id(parameter) in sent
-            ):  # an adapter's factor, or a weight that is tied or sent in low bits
+            name = names.in_base(f"{module_name}.{local}" if module_name else local)
+            if name is None:  # an adapter's factor
                 continue
+            if id(parameter) in sent:  # also a tied parameter, which a checkpoint stores once
+                continue
+
             sent.add(id(parameter))
             with gather([parameter]):
-                yield rename(name), _bfloat16_copy(whole(parameter.detach()))
+                yield names.saved(name), _bfloat16_copy(whole(parameter.detach()))
 
-    yield from _buffers(model, name_of, rename)
+    yield from _buffers(model, names)
 
 
 def renamed_stream(model: nn.Module, named_parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -85,52 +76,119 @@ def renamed_stream(model: nn.Module, named_parameters: Iterable[tuple[str, Tenso
         model: A model without low-bit layers.
         named_parameters: Names, as in `model`, and whole or FSDP2-sharded tensors.
     """
-    name_of = checkpoint_names(model)
+    names = _Names.of(model, in_low_bits=False)
     for full_name, parameter in named_parameters:
-        name = name_of(full_name)
+        name = names.in_base(full_name)
         if name is not None:
             yield name, _bfloat16_copy(whole(parameter.detach()))
 
-    yield from _buffers(model, name_of, str)
+    yield from _buffers(model, names)
 
 
-def _checkpoint_prefix(weight_name: str | None, rename: Callable[[str], str]) -> str:
-    """`model.layers.0.q_proj.` for the checkpoint name of a layer's weight."""
-    if weight_name is None:
-        raise RuntimeError("A quantized layer has no name in the checkpoint: it lies inside an adapter's own module.")
-    return rename(weight_name).removesuffix("weight")
+@dataclass(frozen=True)
+class _Names:
+    """
+    How a checkpoint names the parts of a model.
+
+    Attributes:
+        in_base: From a name in the model to the name in its base model, `None` for what the base model lacks.
+        saved: From a name in the base model to the name that the stream gives.
+        experts: The modules of experts that the stream divides into linear layers: by `id`, their names in the base
+            model.
+    """
+
+    in_base: Callable[[str], str | None]
+    saved: Callable[[str], str]
+    experts: dict[int, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, in_low_bits: bool) -> _Names:
+        """The names of a model; `in_low_bits` says whether its low-bit layers are streamed as such."""
+        if not in_low_bits:
+            # TRL syncs a high-precision model by its own names, and its experts as they are.
+            return cls(checkpoint_names(model), str, {})
+
+        # Engines load a quantized checkpoint by the names that transformers saves, with one layer for each expert.
+        experts = {id(module): name for name, module in expert_modules(model)}
+        return cls(checkpoint_names(model), checkpoint_renaming(model), experts)
+
+    def prefix(self, layer_name: str) -> str:
+        """`model.layers.0.q_proj.` for the name of a layer in the model."""
+        name = self.in_base(f"{layer_name}.weight")
+        if name is None:
+            raise RuntimeError(
+                "A quantized layer has no name in the checkpoint: it lies inside an adapter's own module."
+            )
+        # transformers' patterns may match a name with `weight` at its end; they do not know `weight_packed`.
+        return self.saved(name).removesuffix("weight")
 
 
-def _expert_tensors(
-    name: str, module: Any, parameter: str, rename: Callable[[str], str], low_bit: LowBitWeight
+# One module ----------------------------------------------------------------------------------------------------------
+
+
+def _low_bit_tensors(
+    module_name: str, layer: LowBitLayer, names: _Names, weight_of: _WeightOf, gather: _Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of quantized experts: views of the one low-bit weight of a `parameter`."""
-    layers = layer_names(name, module, parameter)
-    for layer, part in zip(layers, low_bit.split(low_bit.shape[0] // len(layers)), strict=True):
+    """The tensors of one low-bit layer."""
+    for weight_name in layer.weight_names():
+        # One weight at a time, so that under ZeRO-3 no more than its sources are whole.
+        with gather(_sources(layer, weight_name)):
+            low_bit = weight_of(layer, weight_name)
+            if id(layer) in names.experts:
+                yield from _low_bit_expert_tensors(layer, weight_name, names, low_bit)
+            else:
+                prefix = names.prefix(module_name)
+                for local, tensor in low_bit.tensors.items():
+                    yield prefix + local, tensor
+
+
+def _low_bit_expert_tensors(
+    module: Any, parameter_name: str, names: _Names, low_bit: LowBitWeight
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of quantized experts: views of the one low-bit weight of a parameter."""
+    layers = layer_names(names.experts[id(module)], module, parameter_name)
+    rows, _ = low_bit.shape
+
+    parts = low_bit.split(rows // len(layers))
+    for layer, part in zip(layers, parts, strict=True):
         for local, tensor in part.tensors.items():
-            yield rename(f"{layer}.{local}"), tensor
+            yield names.saved(f"{layer}.{local}"), tensor
 
 
-def _plain_expert_tensors(
-    name: str, module: Any, parameter_name: str, rename: Callable[[str], str], parameter: Tensor
-) -> Iterator[tuple[str, Tensor]]:
+def _plain_expert_tensors(module: nn.Module, names: _Names, gather: _Gather) -> Iterator[tuple[str, Tensor]]:
     """The tensors of experts that stay in high precision, one matrix for each expert and projection."""
-    layers = layer_names(name, module, parameter_name)
-    matrices = whole(parameter.detach()).flatten(0, 1).chunk(len(layers))
-    for layer, matrix in zip(layers, matrices, strict=True):
-        yield rename(f"{layer}.weight"), _bfloat16_copy(matrix)
+    for parameter_name, parameter in zip(PROJECTIONS, _projections(module), strict=True):
+        with gather([parameter]):
+            layers = layer_names(names.experts[id(module)], module, parameter_name)
+            matrices = whole(parameter.detach()).flatten(0, 1).chunk(len(layers))
+            for layer, matrix in zip(layers, matrices, strict=True):
+                yield names.saved(f"{layer}.weight"), _bfloat16_copy(matrix)
 
 
-def _buffers(
-    model: nn.Module, name_of: Callable[[str], str | None], rename: Callable[[str], str]
-) -> Iterator[tuple[str, Tensor]]:
+def _sources(layer: Any, weight_name: str) -> list[nn.Parameter]:
+    """The parameters that a low-bit weight of `layer` is made from."""
+    return [layer.get_parameter(source) for source in layer.sources_of(weight_name)]
+
+
+def _all_sources(layer: LowBitLayer) -> Iterator[nn.Parameter]:
+    """The parameters that the low-bit weights of `layer` are made from."""
+    for weight_name in layer.weight_names():
+        yield from _sources(layer, weight_name)
+
+
+def _projections(module: nn.Module) -> list[nn.Parameter]:
+    """The 3-D parameters of a module of experts."""
+    return [module.get_parameter(name) for name in PROJECTIONS]
+
+
+def _buffers(model: nn.Module, names: _Names) -> Iterator[tuple[str, Tensor]]:
     """Copies of the buffers that a checkpoint stores."""
     persistent = model.state_dict(keep_vars=True)
     for full_name, buffer in model.named_buffers():
-        name = name_of(full_name)
+        name = names.in_base(full_name)
         # Activation checkpointing shows in the names of buffers, but not in those of the state dict.
         if name is not None and plain_name(full_name) in persistent:
-            yield rename(name), buffer.detach().clone()
+            yield names.saved(name), buffer.detach().clone()
 
 
 def _bfloat16_copy(tensor: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def test_master_weights_of_experts_are_their_dequantized_ones(tiny_model, tmp_pa
     experts = {name: module for name, module in quantized_modules(model) if isinstance(module, QuantExperts)}
     assert experts
     for name, module in experts.items():
-        for parameter in module.packed_parameters:
+        for parameter in module.gatherable:
             master_weight = loaded.get_submodule(name).get_parameter(parameter)
             expected = dequantize(module.low_bit(parameter)).float()
             assert torch.equal(master_weight.flatten(0, -2), expected)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-CHARACTERS = "0123456789+-=;# "
+CHARACTERS = "0123456789+=;# "
 ENGINE = {"enforce_eager": True}
 # Prompt, sampled tokens and their log-probs by the engine.
 Sample = tuple[list[int], list[int], list[float]]

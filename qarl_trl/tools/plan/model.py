@@ -171,7 +171,7 @@ def _low_bit(module: LowBitLayer, name: str, weight: Tensor, ranks: int, sizes: 
     rows = math.prod(all_but_last)
 
     # `gather_quantized` replaces only float32 master weights, and only if each process has whole rows of its own.
-    can_gather = name in module.packed_parameters and weight.dtype == torch.float32
+    can_gather = name in module.gatherable and weight.dtype == torch.float32
     gathered = can_gather and gathers_quantized(weight.shape, ranks, module.scheme)
     local_rows = rows
     if gathered:  # each process keeps the quantized values of its own rows only
