@@ -30,7 +30,8 @@ ANSWER_LENGTHS = [40, 100, 230, 410, 690, 960]
 
 
 def _compare(folder: str, shapes: list[tuple[int, int, int]], split: str) -> dict[tuple[int, int, int], Any]:
-    """For each shape: the share of tokens that engine and learner score differently, and how far apart the worst is."""
+    """By shape: the share of tokens that engine and learner score differently, and how far apart the worst is."""
+    # `choose_arithmetic` leaves a variable that is set.
     os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = split
     source = save_model(Path(folder) / "model")  # for its tokenizer
     torch.manual_seed(0)
@@ -66,6 +67,7 @@ def _low_bit_model(source: str, heads: int, heads_of_keys: int, size: int) -> An
     )
     model.save_pretrained(source)
 
+    # Nothing but attention may differ: the learner has the engine's gemm and its operations.
     apply_quantization(model, "W4A16", group_size=32, gemm=GEMMS["engine"])
     use_engine_ops(model)
     return model
@@ -92,6 +94,7 @@ def _sample(model: Any, source: str, prompts: list[list[int]]) -> list[tuple[lis
     _vllm.reload_engine(llm, iter_low_bit_weights(model))
 
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    # Without the EOS token, which would end some answers early.
     params = []
     for length in ANSWER_LENGTHS:
         params.append(SamplingParams(max_tokens=length, logprobs=0, ignore_eos=True, detokenize=False))

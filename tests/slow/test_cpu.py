@@ -1,4 +1,7 @@
-"""No kernel of an engine that was started is one for AMX: every scheme of the CPU engine, unquantized layers, experts."""
+"""No kernel of an engine that was started is one for AMX.
+
+This holds for every scheme of the CPU engine, for layers that are not quantized, and for experts.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +79,14 @@ def _parts(module: torch.nn.Module) -> list[Any]:
 
 
 def _start_all(folder: str) -> dict[str, dict[str, set[Any]]]:
-    """What vLLM chooses on a CPU that says it has AMX: of one layer without `choose_arithmetic`, of all engines with it."""
+    """What vLLM chooses on a CPU with AMX: without `choose_arithmetic` for a layer, with it for all engines."""
     from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
     from qarl_trl.quant import quantize_weight, resolve_scheme
     from qarl_trl.rollout import _vllm_layer
 
     chosen = {}
+    # vLLM asks nothing else about AMX, so the test is the same on every CPU. The first layer is only built: a CPU
+    # without AMX could not run its kernel.
     pretend_amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
     with pretend_amx, patch.object(_vllm_layer, "choose_arithmetic", lambda: None):
         weight = quantize_weight(torch.randn(64, 128), resolve_scheme("W4A16"))

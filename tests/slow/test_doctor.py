@@ -32,6 +32,7 @@ def _measure(model: str, folder: str) -> dict[str, Any]:
     # This process is a fresh one.
     measure.in_fresh_process = lambda step, function, *arguments, **limits: function(*arguments)
     logp_diff = measure.logp_diff
+    # All samples that the learners score, the low-bit engine's last.
     scored = []
 
     def recording_logp_diff(learner: Any, samples: Any, *arguments: Any, **precision: Any) -> float:

@@ -44,6 +44,7 @@ def _completions(trainer: Any, number: int = 32) -> list[list[int]]:
     tokenizer = make_tokenizer()
     prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in prompts(number)]
 
+    # Not by `train`, whose order of prompts depends on the seed, too.
     engine = trainer.vllm_generation
     engine.sync_weights()
     _, completion_ids, *_ = engine.generate(prompt_ids, images=None, num_generations=1)

@@ -21,10 +21,11 @@ SETTINGS = ["--k", "3", "--max_new_tokens", "24", "--temperature", "1.0", "--see
 
 
 def _evaluate(model: str, data: str, output: str) -> dict[str, Any]:
-    """What `eval` writes of half of the problems and of all; and the same requests one at a time, in the same engine."""
+    """What `eval` writes of half of the problems and of all; and the same requests one by one, in the same engine."""
     from qarl_trl import cli
     from qarl_trl.tools.evaluate import sample
 
+    # The command starts an engine each time; here both times the same one.
     start_engine = sample.start_engine
     engines: list[Any] = []
 
@@ -55,11 +56,12 @@ def _rows(output: str, part: str) -> list[dict[str, Any]]:
 
 
 def _complete_alone(llm: Any, row: dict[str, Any]) -> list[dict[str, Any]]:
-    """The completions of a problem that is alone in the engine: what else is in a batch must not matter to the draws."""
+    """The completions of a problem that is alone in the engine."""
     from vllm import SamplingParams
 
     from qarl_trl.tools.evaluate.sample import prompt_seed
 
+    # What else is in a batch must not matter to the draws: the seed is the problem's own.
     params = SamplingParams(n=3, temperature=1.0, max_tokens=24, seed=prompt_seed(row["prompt_ids"], 5))
     (output,) = llm.generate([row["prompt"]], params, use_tqdm=False)
 
@@ -77,14 +79,15 @@ def test_a_checkpoint_is_evaluated(tmp_path, monkeypatch):
     model = str(tmp_path / "low_bit")
     cli.main(["export", save_model(tmp_path / "plain"), model, "--group_size", "64"])
     data = tmp_path / "sums.jsonl"
-    problems = [{"problem": f"{i}+{i}=", "answer": str(2 * i)} for i in range(12)]
-    data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    with data.open("w") as lines:
+        for number in range(12):
+            print(json.dumps({"problem": f"{number}+{number}=", "answer": str(2 * number)}), file=lines)
 
     evaluated = isolated(_evaluate, model, str(data), str(tmp_path / "out"))
 
     assert evaluated["quantized"] == "compressed-tensors"
     assert evaluated["results"]["precision"].startswith("W4A16")
-    assert [row["prompt"] for row in evaluated["whole"]] == [f"{i}+{i}=" for i in range(12)]
+    assert [row["prompt"] for row in evaluated["whole"]] == [f"{number}+{number}=" for number in range(12)]
 
     completions = [row["completions"] for row in evaluated["whole"]]
     of_half = [row["completions"] for row in evaluated["half"]]
@@ -92,7 +95,9 @@ def test_a_checkpoint_is_evaluated(tmp_path, monkeypatch):
     assert _number_equal(completions, evaluated["alone"]) >= 10
     assert _number_equal(completions[:6], of_half) >= 5
 
-    texts = {completion["text"] for of_problem in completions for completion in of_problem}
+    texts = set()
+    for of_problem in completions:
+        texts |= {completion["text"] for completion in of_problem}
     assert len(texts) > 18  # control: the draws differ
 
 
@@ -114,10 +119,11 @@ def test_the_grader_takes_gold_answers_and_no_others(name):
     # Neighbours may have one answer.
     differing = [answer != other for answer, other in zip(answers, rotated, strict=True)]
 
-    shares = [_share_correct(completions, answers, differing) for completions in (answers, rotated, broken)]
+    of_gold = _share_correct(answers, answers, differing)
+    of_rotated = _share_correct(rotated, answers, differing)
+    of_broken = _share_correct(broken, answers, differing)
 
-    print(name, len(answers), sum(differing), shares)  # the table of docs/after_training.md
-    of_gold, of_rotated, of_broken = shares
+    print(name, len(answers), sum(differing), of_gold, of_rotated, of_broken)  # the table of docs/after_training.md
     assert of_gold >= 0.99
     assert of_rotated <= 0.01
     assert of_broken == 0.0
@@ -128,6 +134,8 @@ def _share_correct(texts: list[str], answers: list[str], counted: list[bool]) ->
     from qarl_trl.rewards import math_reward
 
     completions = [rf"So the answer is $\boxed{{{text}}}$." for text in texts]
-    rewards = math_reward(completions, answers)
-    correct = sum(reward or 0.0 for reward, counts in zip(rewards, counted, strict=True) if counts)
+    correct = 0.0
+    for reward, counts in zip(math_reward(completions, answers), counted, strict=True):
+        if counts:
+            correct += reward or 0.0  # no reward where the grader cannot tell
     return correct / sum(counted)

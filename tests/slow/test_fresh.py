@@ -1,4 +1,7 @@
-"""What an engine answers after weight syncs is what a fresh engine of that checkpoint answers: kernels that need a repair."""
+"""What an engine answers after weight syncs is what a fresh engine of that checkpoint answers.
+
+Here are the kernels that need a repair for it.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ ENGINE = {
 
 def _all_cases(folder: str, names: list[str], repaired: bool) -> dict[str, dict[str, bool] | str]:
     """What [`_case`] says of each, or the message of the engine's refusal."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # `reload_engine` writes to a model in this process
     from qarl_trl.rollout import _vllm_cpu
 
     reload: Any = nullcontext()
@@ -62,7 +65,7 @@ def _all_cases(folder: str, names: list[str], repaired: bool) -> dict[str, dict[
 
 
 def _case(folder: str, kind: str, scheme: str | None, group_size: int | None) -> dict[str, bool]:
-    """Sync A, B and A again, and compare the engine's answers with each other and with those of a fresh engine of A."""
+    """Sync A, B and A again. Compare the engine's answers with each other and with those of a fresh engine of A."""
     from safetensors.torch import save_file
     from vllm import LLM
 
@@ -77,9 +80,11 @@ def _case(folder: str, kind: str, scheme: str | None, group_size: int | None) ->
     first = _answers_after_sync(llm, checkpoint_a)
     of_b = _answers_after_sync(llm, checkpoint_b)
     again = _answers_after_sync(llm, checkpoint_a)
+    # The next engine needs its memory.
     del llm
     gc.collect()
 
+    # In place of the high-precision weights; the configuration is that of the low-bit checkpoint already.
     save_file(checkpoint_a, Path(folder) / "model.safetensors", metadata={"format": "pt"})
     fresh = engine_logprobs(LLM(folder, **ENGINE))
     gc.collect()
@@ -109,7 +114,7 @@ def _save_source(folder: str, kind: str, scheme: str | None, group_size: int | N
         "tie_word_embeddings": kind.endswith("tied"),
     }
     if kind.endswith("padded"):
-        changes["moe_intermediate_size"] = 80
+        changes["moe_intermediate_size"] = 80  # the CPU kernel pads it
     save_model(Path(folder))  # for its tokenizer
     model = make_model(kind.split()[0], **changes)
     model.save_pretrained(folder)

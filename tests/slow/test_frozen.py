@@ -1,4 +1,7 @@
-"""A frozen base: the engine is the checkpoint bit for bit, then checkpoint and adapter; a sync has the adapter's bytes alone."""
+"""A frozen base: the engine is the checkpoint bit for bit, then checkpoint and adapter.
+
+A sync has the bytes of the adapter alone.
+"""
 
 from __future__ import annotations
 
@@ -87,10 +90,12 @@ def _run(model: str, folder: str) -> dict[str, Any]:
         },
     }
 
+    # What the engine answers with the first adapter; later parts come back to it.
     answers = engine_logprobs(engine.llm)
     samples = sample(engine.llm, 64)
-    facts |= _mismatches(trainer, samples, _merged(model, adapter))
-    facts |= _follow_adapters(trainer, answers)
+    facts["mismatch"] = _mismatch(samples, trainer.model)
+    facts["mismatch of a merged base"] = _mismatch(samples, _merged(model, adapter))
+    facts |= _change_adapters(trainer, answers, samples)
     facts |= _sleep(engine, answers)
     facts |= _train(trainer, base)
     return facts
@@ -99,14 +104,6 @@ def _run(model: str, folder: str) -> dict[str, Any]:
 def _only_adapters(names: Any) -> bool:
     """Whether there are names, all of them of tensors of an adapter."""
     return len(names) > 0 and all(".lora_" in name for name in names)
-
-
-def _mismatches(trainer: Any, samples: list, merged: Any) -> dict[str, Any]:
-    """Between the engine's samples and the learner, a base with the adapter merged, and, at last, another adapter."""
-    mismatches = {"mismatch": _mismatch(samples, trainer.model), "merged": _mismatch(samples, merged)}
-    randomize_adapter(trainer.model, seed=8)
-    mismatches["other adapter"] = _mismatch(samples, trainer.model)
-    return mismatches
 
 
 def _mismatch(samples: list, learner: Any) -> dict[str, float]:
@@ -131,9 +128,11 @@ def _merged(model: str, adapter: dict[str, torch.Tensor]) -> Any:
     return apply_quantization(merged, "W4A16").eval()
 
 
-def _follow_adapters(trainer: Any, answers: Any) -> dict[str, Any]:
-    """The engine has the adapter of `answers`, the learner another one: the check says so, and syncs change it."""
+def _change_adapters(trainer: Any, answers: Any, samples: list) -> dict[str, Any]:
+    """Another adapter, then the first one again: what a check says before a sync, what the engine answers after it."""
     engine = trainer.vllm_generation
+    randomize_adapter(trainer.model, seed=8)
+    mismatch = _mismatch(samples, trainer.model)
     with pytest.raises(RuntimeError, match="stale|At most"):
         engine.sync_check.check(engine.llm, 2)
         engine.sync_check.check(engine.llm, 3)
@@ -144,7 +143,7 @@ def _follow_adapters(trainer: Any, answers: Any) -> dict[str, Any]:
     randomize_adapter(trainer.model)
     engine.sync_weights()
     back = engine_logprobs(engine.llm) == answers
-    return {"moved": moved, "back": back}
+    return {"mismatch of another adapter": mismatch, "moved": moved, "back": back}
 
 
 def _sleep(engine: Any, answers: Any) -> dict[str, Any]:
@@ -153,6 +152,7 @@ def _sleep(engine: Any, answers: Any) -> dict[str, Any]:
     engine.sync_weights()
     facts = {"adapter alone after a sleep": engine_logprobs(engine.llm) == answers}
 
+    # Now the sync takes the engine for one that slept, and sends the base again.
     engine.enable_sleep_mode = True
     engine.llm.wake_up = lambda tags: None
     sent = sync(engine)
@@ -163,13 +163,12 @@ def _sleep(engine: Any, answers: Any) -> dict[str, Any]:
 
 
 def _forget(llm: Any) -> None:
-    """
-    Other numbers in place of all weights and of the adapter's, as after a sleep of level 2 (a CPU engine cannot sleep).
-    """
+    """Write other numbers into all weights and the adapter, as after a sleep of level 2: a CPU engine cannot sleep."""
     from qarl_trl.rollout import _vllm
 
     model = _vllm.engine_model(llm)
     named = [*model.named_parameters(), *model.named_buffers()]
+    # Rotary embeddings are computed, not synced.
     tensors = [tensor for name, tensor in named if "rotary" not in name]
     for module in model.modules():
         tensors += getattr(module, "lora_a_stacked", ())
@@ -250,8 +249,8 @@ def test_engine_learner_and_files_are_one_base_and_one_adapter(checkpoint, tmp_p
     assert facts["mismatch"]["unequal"] == 0
     assert max(facts["logp_diffs"]) < 1e-6  # two formulas of a log-softmax: measured 1e-7
     # Controls: other weights are found, a base that was merged and quantized again among them.
-    assert facts["other adapter"]["mean"] > 0.1
-    assert facts["merged"]["mean"] > 0.01
+    assert facts["mismatch of another adapter"]["mean"] > 0.1
+    assert facts["mismatch of a merged base"]["mean"] > 0.01
 
     assert isolated(_served, checkpoint, str(tmp_path)) == facts["trained"]
     assert isolated(_evaluated, checkpoint, str(tmp_path)) == facts["trained"]

@@ -47,6 +47,7 @@ def download_and_answer(folder: str) -> Any:
 
 def call(function: Any, *args: Any, before: str = "", **environment: str) -> Any:
     """What `function` returns in a new Python, after the code `before`."""
+    # The result is the last line: libraries print before it.
     code = f"import json\nfrom slow.test_hub import *\n{before}\nprint(json.dumps({function.__name__}(*{args!r})))"
     return json.loads(run(code, **environment).splitlines()[-1])
 
@@ -88,11 +89,13 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path):
         snippet = snippet.replace('LLM("me/toy")', 'LLM("me/toy", enforce_eager=True)')
         before = CHOOSE_ARITHMETIC + snippet
         downloaded = call(download_and_answer, str(tmp_path / "pulled"), before=before, **environment)
-        assert downloaded == trained  # tokens and log-probs, bit for bit
+        # Tokens and log-probs, bit for bit.
+        assert downloaded == trained
 
-        other = isolated(fresh_engine_logprobs, save_model(tmp_path / "other", seed=1))
-        assert list(other) != trained  # control
-        assert other[0] != trained[0]
+        # The control: another model.
+        other_tokens, other_logprobs = isolated(fresh_engine_logprobs, save_model(tmp_path / "other", seed=1))
+        assert [other_tokens, other_logprobs] != trained
+        assert other_tokens != trained[0]
 
     assert not (tmp_path / "pulled" / "training_args.bin").exists()
     of_run, pulled = (tmp_path / folder / "model.safetensors" for folder in ("run", "pulled"))

@@ -1,4 +1,4 @@
-"""What a plan says, against the tensors of a real engine, the bytes that a weight sync moved, and two processes' shards."""
+"""A plan against real runs: the tensors of an engine, the bytes of a weight sync, and the shards of two processes."""
 
 from __future__ import annotations
 

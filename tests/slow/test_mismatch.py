@@ -12,6 +12,7 @@ from slow.toys import make_trainer, random_adapter, randomize_adapter, save_mode
 
 
 pytestmark = pytest.mark.slow
+# So many sampled tokens are enough to compare means.
 TOKENS = 4_000
 # 128 rows a step and two steps a batch; the prompts have six tokens.
 PROMPT_TOKENS = 256 * 6
@@ -40,7 +41,7 @@ def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, flo
         Path(folder),
         random_adapter() if "lora_base" in changes else None,
         max_completion_length=48,
-        learning_rate=0.0,
+        learning_rate=0.0,  # the learner of all updates is the one that sampled
         per_device_train_batch_size=128,
         steps_per_generation=2,
         max_steps=2,
@@ -48,6 +49,7 @@ def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, flo
         **changes,
     )
     if "lora_base" in changes:
+        # A new adapter adds nothing, so its arithmetic would not show.
         randomize_adapter(trainer.model)
     trainer.train()
 

@@ -33,6 +33,7 @@ def pretend_triton() -> None:
 
     import triton.backends
 
+    # vLLM looks for Triton's backend for CPUs only if its own version says that it is a build for them.
     version = importlib.metadata.version
 
     def version_of_a_cpu_build(name: str) -> str:
@@ -59,6 +60,7 @@ def run(folder: str) -> None:
     _vllm.reload_engine(llm, iter_low_bit_weights(model))
     llm.reset_prefix_cache()
 
+    # Greedy answers are the same in both runners; drawn ones need not be.
     samples = {temperature: _sample(llm, model, prompt, temperature) for temperature in (0, 0.7)}
     with torch.autocast("cpu", torch.bfloat16):
         scores = learner_logps(model, prompt)

@@ -40,7 +40,7 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
 
     model, loaded = _vllm_model(folder, omit)
 
-    # Checkpoints do not have this level.
+    # Checkpoints do not have this level, and the loader reports names without it.
     parameters = {name.replace(".routed_experts.", "."): param for name, param in model.named_parameters()}
     experts = {}
     for name, param in parameters.items():
@@ -83,7 +83,8 @@ def _vllm_model(folder: str, omit: str | None) -> tuple[torch.nn.Module, set[str
         init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
         initialize_model_parallel(1, 1)
         model = initialize_model(vllm_config=config)
-        return model, set(model.load_weights(tensors.items()))
+        loaded = model.load_weights(tensors.items())
+    return model, set(loaded)
 
 
 def _save_low_bit_mixture(kind: str, scheme: str, folder: Path) -> Any:

@@ -1,4 +1,7 @@
-"""Start from a GPTQ checkpoint: scales follow the weights, and engine and learner agree on the model that this gives."""
+"""Start from a GPTQ checkpoint with free scales.
+
+They follow the weights, and engine and learner agree on the model that this gives.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ pytestmark = pytest.mark.slow
 
 
 def _start(model: str, folder: str) -> dict[str, Any]:
-    """The names of the first sync and of the checkpoint, the scales that differ there, and the mismatches of a run."""
+    """Names of the first sync and of the checkpoint, scales that differ there, and mismatches of a run."""
     trainer = make_trainer(model, Path(folder), quant_scheme="checkpoint")
     synced = sync(trainer.vllm_generation)
     stored = stored_tensors(model)
+    # The learner computes scales from the dequantized weights; GPTQ's need not be those.
     scales = [name for name in synced if name.endswith("weight_scale")]
 
     trainer.train()

@@ -21,6 +21,7 @@ def _train(model: str, folder: str) -> dict[str, Any]:
 
     trainer = make_trainer(model, Path(folder) / "run", quant_recipe=str(RECIPE))
     trainer.train()
+    # The last rollout was before the last update.
     trainer.vllm_generation.sync_weights()
     trainer.save_model(Path(folder) / "final")
 

@@ -63,6 +63,7 @@ class FirstSync:
     def __init__(self, trainer: Any) -> None:
         self.engine = trainer.vllm_generation
         self.sync_check = self.engine.sync_check
+        # Before anything changes its weights.
         self.learner = self.sync_check.score()
         self.rows: dict[str, dict[str, Any]] = {}
 
@@ -95,6 +96,7 @@ def _read_coarse_rounding(first_sync: FirstSync) -> None:
 
     seed = module.SEED
     rounding = module.ROUNDING
+    # What the learner scores with such noise stands for the engine's answers, ten draws of it.
     for number in range(10):
         module.SEED = seed + number
         module.ROUNDING = 10 * rounding
@@ -119,6 +121,7 @@ def _read_other_scheme(first_sync: FirstSync, model: str, scheme: str) -> None:
 
 def _read_wrong_layers(first_sync: FirstSync, trainer: Any) -> None:
     """Engines that hold other weights in one layer or in all: those of a loader that forgot them, or random ones."""
+    # The first and the last block: an error in the first one passes through all others.
     patterns = {}
     for block in (0, 3):
         for group, projections in GROUPS.items():
@@ -172,7 +175,7 @@ def _readings_of_later_syncs(trainer: Any) -> dict[str, Any]:
         old[name] = tensor.clone()
     with torch.no_grad():
         for param in trainer.model.parameters():
-            param.add_(0.02 * torch.randn_like(param) * (param.ndim > 1))
+            param.add_(0.02 * torch.randn_like(param) * (param.ndim > 1))  # not norms
     sync_and_check("stale layer", "layers.1.mlp.")
     sync_and_check("stale engine", "")
     sync_and_check("healthy again")
