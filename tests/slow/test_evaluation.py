@@ -137,5 +137,5 @@ def _share_correct(texts: list[str], answers: list[str], counted: list[bool]) ->
     correct = 0.0
     for reward, counts in zip(math_reward(completions, answers), counted, strict=True):
         if counts:
-            correct += reward or 0.0  # no reward where the grader cannot tell
+            correct += reward or 0.0  # none where a reference cannot be read
     return correct / sum(counted)
