@@ -263,6 +263,7 @@ def _train(
         "warnings": warnings,
         "log": trainer.state.log_history,
         "steps": trainer.state.global_step,
+        "syncs": trainer.vllm_generation.num_syncs,
     }
 
 
@@ -305,8 +306,8 @@ def test_a_run_with_a_broken_layer_stops_before_its_first_step(tmp_path):
     assert run["steps"] == 0
 
 
-def test_a_healthy_run_passes_and_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(tmp_path):
-    """Steps 1 and 3 sample; what step 3 samples with was synced by the evaluation after step 2."""
+def test_a_healthy_run_passes_and_syncs_again_between_an_evaluation_and_the_next_rollout(tmp_path):
+    """Steps 1 and 3 sample. The evaluations after steps 2 and 4 may have had other weights: test_engine_settings.py."""
     model = save_model(tmp_path / "model")
 
     run = isolated(_train, model, str(tmp_path / "run"), {"per_device_eval_batch_size": 8}, None, True)
@@ -315,6 +316,7 @@ def test_a_healthy_run_passes_and_the_sync_of_an_evaluation_counts_for_the_step_
         return [row["step"] for row in run["log"] if name in row]
 
     assert (run["outcome"], run["warnings"], run["steps"]) == ("passed", [], 4)
+    assert run["syncs"] == 4
     assert len(steps_that_log("sync/verify_logp_diff")) == 1
     assert set(folders.log(1)[0]) <= set().union(*run["log"])  # what the report's tests draw is what a run logs
     assert steps_that_log("eval_reward") == [2, 4]
