@@ -307,7 +307,7 @@ def test_a_run_with_a_broken_layer_stops_before_its_first_step(tmp_path):
 
 
 def test_a_healthy_run_passes_and_syncs_again_between_an_evaluation_and_the_next_rollout(tmp_path):
-    """Steps 1 and 3 sample. The evaluations after steps 2 and 4 may have had other weights: test_engine_settings.py."""
+    """Steps 1 and 3 sample. The evaluations after steps 2 and 4 might have other weights (test_engine_settings.py)."""
     model = save_model(tmp_path / "model")
 
     run = isolated(_train, model, str(tmp_path / "run"), {"per_device_eval_batch_size": 8}, None, True)
