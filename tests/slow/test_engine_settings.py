@@ -17,9 +17,9 @@ from slow.toys import distinct_characters, engine_logprobs, make_tokenizer, make
 
 
 pytestmark = pytest.mark.slow
-# Of the model's files, and of another tokenizer for them: the ids of "<eos>" and "#".
-EOS_OF_FILES = 1
-OTHER_EOS = 15
+# Of the model's files, and of another tokenizer for them.
+EOS_OF_FILES = "<eos>"
+OTHER_EOS = "#"
 # Two formulas of a log-softmax: measured 1e-7, as in test_mismatch.py. Other weights are six orders of magnitude away.
 FLOOR = 1e-6
 FAR_ABOVE = 0.1
@@ -94,8 +94,7 @@ def _completions_with_other_eos(model: str, folder: str, replaced: dict[str, Any
     from qarl_trl import QaRLConfig, QaRLTrainer
 
     tokenizer = make_tokenizer()
-    tokenizer.eos_token = "#"
-    assert tokenizer.eos_token_id == OTHER_EOS
+    tokenizer.eos_token = OTHER_EOS
 
     with _engine_setting(**replaced):
         trainer = QaRLTrainer(
@@ -108,10 +107,11 @@ def _completions_with_other_eos(model: str, folder: str, replaced: dict[str, Any
     return _completions(trainer, number=64)
 
 
-def _ends_and_goes_on(completions: list[list[int]], token: int) -> tuple[int, int]:
+def _ends_and_goes_on(completions: list[list[int]], token: str) -> tuple[int, int]:
     """How many completions end with a token, and how many go on after it."""
-    ending = [tokens for tokens in completions if tokens[-1] == token]
-    going_on = [tokens for tokens in completions if token in tokens[:-1]]
+    token_id = make_tokenizer().convert_tokens_to_ids(token)
+    ending = [tokens for tokens in completions if tokens[-1] == token_id]
+    going_on = [tokens for tokens in completions if token_id in tokens[:-1]]
     return len(ending), len(going_on)
 
 
