@@ -16,8 +16,8 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 # The foundation below every folder but those that import nothing.
 BASE = {"_compat", "guards", "processes", "redact"}
-# The folders, files and modules of this package that each folder may import besides its own. The files at the top may import
-# everything but the tools.
+# The folders, files and modules of this package that each folder may import besides its own. The files at the top may
+# import everything but the tools.
 MAY_IMPORT = {
     "quant": set(),
     "cpu_exact": set(),

@@ -105,8 +105,8 @@ def test_what_trains_is_tbpo(dense_model, tmp_path, changes, bounds_matter):
 # The first ratios ------------------------------------------------------------------------------------------------
 
 
-# With 3 micro-batches to a rollout batch and an update every 2, a rollout batch begins in the middle of an update: only its
-# first micro-batch comes before an update.
+# With 3 micro-batches to a rollout batch and an update every 2, a rollout batch begins in the middle of an update:
+# only its first micro-batch comes before an update.
 BEGINS_IN_AN_UPDATE = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "max_steps": 6}
 
 

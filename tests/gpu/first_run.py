@@ -2,8 +2,8 @@
 
     python tests/gpu/first_run.py              # writes gpu_results.md; --dry: every stage in toy sizes on a CPU
 
-Each stage is a process of its own with a limit. The page is written again after each of them, so that a stage that fails or
-hangs costs only its own lines.
+Each stage is a process of its own with a limit. The page is written again after each of them, so that a stage that
+fails or hangs costs only its own lines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 WHERE_TO_SEND = (
-    "Please open an issue of the project with this page, titled `GPU: <device>`, also when everything holds: nothing has run "
+    "Please open an issue of the project with this page, titled `GPU: <device>`, also when everything holds: nothing "
+    "has run "
     "on your kind of GPU before. The log, for lines that do not hold, is {log}."
 )
 

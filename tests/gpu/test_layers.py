@@ -15,8 +15,8 @@ from qarl_trl.rollout.engine_gemm import engine_gemm
 
 
 pytestmark = pytest.mark.gpu
-# Both sides round the same float32 sums to bfloat16, but add them up in another order: a step of 2^-8 where they fall on
-# two sides.
+# Both sides round the same float32 sums to bfloat16, but add them up in another order: a step of 2^-8 where they fall
+# on two sides.
 ONE_ROUNDING = 2**-8
 DTYPE = torch.bfloat16
 
@@ -111,7 +111,9 @@ def test_float8_activations_are_those_of_a_compiled_engine(activations):
 
 
 def test_float8_activations_of_an_engine_that_is_not_compiled_differ_in_ties(activations):
-    """It divides where ours multiplies by the reciprocal: 5.5e-4 of normal numbers differ by both formulas on a CPU."""
+    """
+    It divides where ours multiplies by the reciprocal: 5.5e-4 of normal numbers differ by both formulas on a CPU.
+    """
     from vllm import _custom_ops as ops
 
     expected, expected_scale = ops.scaled_fp8_quant(activations, use_per_token_if_dynamic=True)
@@ -137,8 +139,9 @@ def test_int8_activations_are_those_of_vllm(activations):
 # Against the engine's own layer -------------------------------------------------------------------------------------
 
 
-# Errors relative to the plain form. With zero points: what Machete's products of them add (docs/schemes.md). NVFP4A16: the
-# plain form rounds dequantized weights, which Marlin does not, so the roundings of weight, sum and bias: sqrt(5) * 1.65e-3.
+# Errors relative to the plain form. With zero points: what Machete's products of them add (docs/schemes.md). NVFP4A16:
+# the plain form rounds dequantized weights, which Marlin does not, so the roundings of weight, sum and bias: sqrt(5) *
+# 1.65e-3.
 ENGINE = {scheme: ONE_ROUNDING for scheme, row in SUPPORTED.items() if row.gpus}
 ENGINE |= {"W4A16_ASYM": 0.01, "NVFP4A16": 0.006}
 
@@ -165,8 +168,8 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     for name, tensor in before.items():
         assert torch.equal(low_bit.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
 
-    # Control: 4-bit weights beside float8 activations are a table, not what the checkpoint decompresses to (3.2 % apart
-    # on a CPU).
+    # Control: 4-bit weights beside float8 activations are a table, not what the checkpoint decompresses to (3.2 %
+    # apart on a CPU).
     if scheme == "W4AFP8":
         without_bias = engine_y.float() if bias is None else engine_y.float() - bias.float()
         decompressed = plain.input_from(saved, torch.float32) @ dequantize(low_bit, torch.float32).t()

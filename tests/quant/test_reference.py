@@ -100,7 +100,11 @@ def float8_without_a_sign_of_zero(quotient):
 @pytest.mark.parametrize(
     ("scheme", "name", "other"),
     [
-        ("W4A16_ASYM", "in_units_of_scale", divide_in_float32),  # the quotient unrounded before the zero point is added
+        (
+            "W4A16_ASYM",
+            "in_units_of_scale",
+            divide_in_float32,
+        ),  # the quotient unrounded before the zero point is added
         ("FP8_DYNAMIC", "fp8_quantized", float8_with_negative_zeros),
         ("FP8_DYNAMIC", "fp8_quantized", float8_without_a_sign_of_zero),
         ("W4A16", "_INT4_BIAS", 135.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from slow.toys import prompts, save_model, settings
 pytestmark = pytest.mark.slow
 
 
-def _measure(model: str, folder: str):
-    """What doctor finds, and what it would of a learner that computes something else."""
+def _measure(model: str, folder: str) -> dict[str, Any]:
+    """What doctor measures and judges, of the learner of a run and of one that computes something else."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qarl_trl import QaRLConfig
@@ -25,26 +26,46 @@ def _measure(model: str, folder: str):
     from qarl_trl.trainers.low_bit import quantize_policy
 
     args = QaRLConfig(**settings(Path(folder)))
-    other = QaRLConfig(**settings(Path(folder), quant_group_size=32))
-    measure.in_fresh_process = lambda _, function, *args, **__: function(*args)  # this process is a fresh one
-    logp_diff, seen = measure.logp_diff, []
-    measure.logp_diff = lambda model, samples, *args, **how: (
-        seen.append(samples) or logp_diff(model, samples, *args, **how)
-    )
     tokenizer = AutoTokenizer.from_pretrained(model)
-    found = measure.measure(model, args, [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)])
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    quantize_policy(plain, other)
-    wrong = replace(found, learner=logp_diff(plain, seen[-1], args.temperature, bf16=args.bf16))
-    return found, judge_mismatch(found, args).status, wrong, judge_mismatch(wrong, args).status
+    prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)]
+
+    # This process is a fresh one.
+    measure.in_fresh_process = lambda step, function, *arguments, **limits: function(*arguments)
+    logp_diff = measure.logp_diff
+    # All samples that the learners score, the low-bit engine's last.
+    scored = []
+
+    def recording_logp_diff(learner: Any, samples: Any, *arguments: Any, **precision: Any) -> float:
+        scored.append(samples)
+        return logp_diff(learner, samples, *arguments, **precision)
+
+    measure.logp_diff = recording_logp_diff
+    mismatch = measure.measure(model, args, prompt_ids)
+
+    # The same samples by a learner of another group size.
+    other_learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    quantize_policy(other_learner, QaRLConfig(**settings(Path(folder), quant_group_size=32)))
+    other_logp_diff = logp_diff(other_learner, scored[-1], args.temperature, bf16=args.bf16)
+    other_mismatch = replace(mismatch, learner=other_logp_diff)
+
+    return {
+        "mismatch": mismatch,
+        "verdict": judge_mismatch(mismatch, args).status,
+        "other mismatch": other_mismatch,
+        "other verdict": judge_mismatch(other_mismatch, args).status,
+    }
 
 
 def test_the_low_bit_learner_removes_the_logp_diff_and_one_that_computes_something_else_fails(tmp_path):
     model = save_model(tmp_path / "model", layers=4)
-    found, verdict, wrong, of_wrong = isolated(_measure, model, str(tmp_path / "run"))
-    # As in test_measure.py, where it is 27 times the floor; the learner has the engine's operations and formula here.
-    assert found.rollout_only > 5 * found.floor > 0
-    assert found.learner == 0.0
-    assert verdict == "ok"
-    assert wrong.learner > 0.5 * found.rollout_only  # control
-    assert of_wrong == "FAIL"
+
+    measured = isolated(_measure, model, str(tmp_path / "run"))
+
+    mismatch = measured["mismatch"]
+    assert mismatch.rollout_only > 5 * mismatch.floor > 0
+    # Exactly, because the learner has the engine's operations, and both samples are scored by the engine's formula.
+    assert mismatch.learner == 0.0
+    assert measured["verdict"] == "ok"
+    # The control.
+    assert measured["other mismatch"].learner > 0.5 * mismatch.rollout_only
+    assert measured["other verdict"] == "FAIL"

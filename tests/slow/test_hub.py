@@ -19,6 +19,11 @@ from slow.toys import engine_logprobs, fresh_engine_logprobs, make_trainer, save
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
+# Before code that starts an engine, as a trainer did before it started its own.
+CHOOSE_ARITHMETIC = "from qarl_trl.cpu_exact.arithmetic import choose_arithmetic as choose; choose()\n"
+
+
+# In other processes --------------------------------------------------------------------------------------------------
 
 
 def train_and_push(model: str, folder: str) -> Any:
@@ -28,6 +33,7 @@ def train_and_push(model: str, folder: str) -> Any:
     trainer.train()
     trainer.vllm_generation.sync_weights()
     answers = engine_logprobs(trainer.vllm_generation.llm)
+
     trainer.push_to_hub()
     return answers
 
@@ -39,38 +45,58 @@ def download_and_answer(folder: str) -> Any:
     return fresh_engine_logprobs(snapshot_download("me/toy", local_dir=folder))
 
 
+def call(function: Any, *args: Any, before: str = "", **environment: str) -> Any:
+    """What `function` returns in a new Python, after the code `before`."""
+    # The result is the last line: libraries print before it.
+    code = f"import json\nfrom slow.test_hub import *\n{before}\nprint(json.dumps({function.__name__}(*{args!r})))"
+    return json.loads(run(code, **environment).splitlines()[-1])
+
+
 def run(code: str, **environment: str) -> str:
     """What a new Python printed: the client reads its environment at import."""
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"} | environment
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = os.environ | ENVIRONMENT | paths | environment
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
 
-def call(function: Any, *args: Any, before: str = "", **environment: str) -> Any:
-    """What `function` returns in a new Python, after the code `before`."""
-    code = f"import json\nfrom slow.test_hub import *\n{before}\nprint(json.dumps({function.__name__}(*{args!r})))"
-    return json.loads(run(code, **environment).splitlines()[-1])
+# The round trip ------------------------------------------------------------------------------------------------------
+
+
+def _vllm_snippet(card: str) -> str:
+    """The code of a model card that starts vLLM."""
+    blocks = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    return next(block for block in blocks if "vllm" in block)
 
 
 def test_the_downloaded_model_answers_as_the_training_engine(tmp_path):
     model = save_model(tmp_path / "model")
     with running_hub() as hub:
-        there = {"HF_ENDPOINT": hub.url, "HF_TOKEN": WRITER, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        there["HF_HOME"] = str(tmp_path / "home")
-        expected = call(train_and_push, model, str(tmp_path / "run"), **there)
-        card = hub.files("me/toy")["README.md"].decode()
-        snippet = next(b for b in re.findall(r"```python\n(.*?)```", card, re.DOTALL) if "vllm" in b)
+        environment = {
+            "HF_ENDPOINT": hub.url,
+            "HF_TOKEN": WRITER,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HOME": str(tmp_path / "home"),
+        }
+
+        trained = call(train_and_push, model, str(tmp_path / "run"), **environment)
+        snippet = _vllm_snippet(hub.files("me/toy")["README.md"].decode())
         assert 'LLM("me/toy")' in snippet
+
         # As pasted, but for vLLM's compiler, which is off in these tests.
-        before = snippet.replace('LLM("me/toy")', 'LLM("me/toy", enforce_eager=True)')
-        arithmetic = (
-            "from qarl_trl.cpu_exact.arithmetic import choose_arithmetic as choose; choose()\n"  # as the trainer did
-        )
-        found = call(download_and_answer, str(tmp_path / "pulled"), before=arithmetic + before, **there)
-        assert found == expected  # tokens and log-probs, bit for bit
-        other = isolated(fresh_engine_logprobs, save_model(tmp_path / "other", seed=1))
-        assert list(other) != expected and other[0] != expected[0]  # control
+        snippet = snippet.replace('LLM("me/toy")', 'LLM("me/toy", enforce_eager=True)')
+        before = CHOOSE_ARITHMETIC + snippet
+        downloaded = call(download_and_answer, str(tmp_path / "pulled"), before=before, **environment)
+        # Tokens and log-probs, bit for bit.
+        assert downloaded == trained
+
+        # The control: another model.
+        other_tokens, other_logprobs = isolated(fresh_engine_logprobs, save_model(tmp_path / "other", seed=1))
+        assert [other_tokens, other_logprobs] != trained
+        assert other_tokens != trained[0]
+
     assert not (tmp_path / "pulled" / "training_args.bin").exists()
-    files = [tmp_path / folder / "model.safetensors" for folder in ("run", "pulled")]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    of_run, pulled = (tmp_path / folder / "model.safetensors" for folder in ("run", "pulled"))
+    assert of_run.read_bytes() == pulled.read_bytes()

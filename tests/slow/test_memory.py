@@ -1,8 +1,10 @@
-"""What a plan says, against the tensors of a real engine, the bytes that a weight sync moved, and the shards of two processes."""
+"""A plan against real runs: the tensors of an engine, the bytes of a weight sync, and the shards of two processes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,49 +21,97 @@ from slow.toys import make_trainer, save_model
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
-def _engine(model: str, folder: str, scheme: str) -> tuple[int, dict[str, int], tuple[int, int]]:
-    """Bytes of a weight sync, of the parameters of the engine that took it, and of its cache; and the tokens of that."""
+# The engine ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EngineSizes:
+    """
+    Bytes, but for the tokens.
+
+    Attributes:
+        synced: Of a weight sync.
+        parameters: Of all parameters of the engine that took it.
+        cache: Of its keys and values.
+        cache_tokens: How many tokens have room there.
+    """
+
+    synced: int
+    parameters: int
+    cache: int
+    cache_tokens: int
+
+
+def _engine_sizes(model: str, folder: str, scheme: str) -> EngineSizes:
     trainer = make_trainer(model, Path(folder), quant_scheme=scheme, verify_sync="off")
     engine = trainer.vllm_generation
     engine.sync_weights()
-    runner = engine.llm.llm_engine.model_executor.driver_worker.model_runner
-    held = {name: p.nbytes for name, p in runner.model.named_parameters()}
-    settings = engine.llm.llm_engine.vllm_config.cache_config
-    tokens = settings.num_gpu_blocks * settings.block_size
-    return engine.synced_bytes, held, (sum(t.nbytes for t in runner.kv_caches), tokens)
+
+    vllm_engine = engine.llm.llm_engine
+    runner = vllm_engine.model_executor.driver_worker.model_runner
+    cache = vllm_engine.vllm_config.cache_config
+    return EngineSizes(
+        synced=engine.synced_bytes,
+        parameters=sum(param.nbytes for param in runner.model.parameters()),
+        cache=sum(tensor.nbytes for tensor in runner.kv_caches),
+        cache_tokens=cache.num_gpu_blocks * cache.block_size,
+    )
 
 
 def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path):
     model = save_model(tmp_path / "model")
-    moved, held, (cache, tokens) = isolated(_engine, model, str(tmp_path), "FP8_DYNAMIC")
-    config, plans = meta.read_config(model), ("FP8_DYNAMIC", "W4A16")
-    runs = [example_run(meta.skeleton(config, torch.float32, plan=p), config) for p in plans]
-    planned, wrong = map(items.synced_bytes, runs)
-    assert moved == planned != wrong  # control: of another scheme
-    assert items.cache_tokens(runs[0]) == items.cache_bytes(runs[0]) * tokens // cache > 0
-    assert sum(held.values()) == pytest.approx(moved, rel=0.02)
-    assert sum(held.values()) != pytest.approx(wrong, rel=0.02)  # control
+    config = meta.read_config(model)
+
+    def planned_run(scheme):
+        return example_run(meta.skeleton(config, torch.float32, plan=scheme), config)
+
+    run = planned_run("FP8_DYNAMIC")
+    planned = items.synced_bytes(run)
+    of_other_scheme = items.synced_bytes(planned_run("W4A16"))
+
+    sizes = isolated(_engine_sizes, model, str(tmp_path), "FP8_DYNAMIC")
+
+    assert sizes.synced == planned != of_other_scheme  # control
+    assert items.cache_tokens(run) == items.cache_bytes(run) * sizes.cache_tokens // sizes.cache > 0
+    assert sizes.parameters == pytest.approx(sizes.synced, rel=0.02)
+    assert sizes.parameters != pytest.approx(of_other_scheme, rel=0.02)  # control
 
 
-class Gradients(TrainerCallback):
+# The learner's shards ------------------------------------------------------------------------------------------------
+
+
+class GradientBytes(TrainerCallback):
+    """The bytes of this process's gradients before the last update."""
+
     held = 0
 
-    def on_pre_optimizer_step(self, args, state, control, model=None, **_) -> None:
-        self.held = sum(p.grad.to_local().nbytes for p in model.parameters())
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.held = sum(param.grad.to_local().nbytes for param in model.parameters())
 
 
 def _shards(model: str, folder: str) -> dict[str, int]:
+    """The bytes that this process holds."""
     changes = {"use_vllm": False, "max_completion_length": 8, "max_steps": 1, "optim_muon": True}
-    trainer, gradients = _trainer(model, folder, True, **changes), Gradients()
+    trainer = _trainer(model, folder, True, **changes)
+    gradients = GradientBytes()
     trainer.add_callback(gradients)
     trainer.train()
-    state = [t for held in trainer.optimizer.optimizer.state.values() for t in held.values()]
-    weights = trainer.low_bit_store.kept().values()
+
+    optimizer_state = 0
+    for of_param in trainer.optimizer.optimizer.state.values():
+        for value in of_param.values():
+            if isinstance(value, torch.Tensor):
+                optimizer_state += getattr(value, "_local_tensor", value).nbytes
+
+    quantized_values = 0
+    for weight in trainer.low_bit_store.kept().values():
+        quantized_values += sum(tensor.nbytes for tensor in weight.tensors.values())
+
     return {
-        "quantized values": sum(sum(t.nbytes for t in w.tensors.values()) for w in weights),
-        "master weights": sum(p.to_local().nbytes for p in trainer.model.parameters()),
+        "quantized values": quantized_values,
+        "master weights": sum(param.to_local().nbytes for param in trainer.model.parameters()),
         "gradients": gradients.held,
-        "optimizer state": sum(getattr(t, "_local_tensor", t).nbytes for t in state if isinstance(t, torch.Tensor)),
+        "optimizer state": optimizer_state,
     }
 
 
@@ -69,10 +119,12 @@ def test_shards_of_two_processes(tmp_path):
     model = save_model(tmp_path / "model")
     config = meta.read_config(model)
     skeleton = meta.skeleton(config, torch.float32, plan="W4A16")
-    run = example_run(skeleton, config, True, ranks=2, fsdp2=True)
-    expected = {"gradients": items.trained_bytes(run)} | resident(run)
-    alone = {"gradients": items.trained_bytes(run)} | resident(example_run(skeleton, config, True))
+    run = example_run(skeleton, config, muon=True, ranks=2, fsdp2=True)
+    planned = {"gradients": items.trained_bytes(run)} | resident(run)
+    of_one_process = resident(example_run(skeleton, config, muon=True))
+
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run")):
-        assert held == {name: pytest.approx(expected[name], rel=0.001) for name in held}
-        assert held["master weights"] < 0.6 * alone["master weights"]  # control
-        assert held["quantized values"] < 0.6 * alone["quantized values"]
+        assert held == {name: pytest.approx(planned[name], rel=0.001) for name in held}
+        # The control.
+        assert held["master weights"] < 0.6 * of_one_process["master weights"]
+        assert held["quantized values"] < 0.6 * of_one_process["quantized values"]

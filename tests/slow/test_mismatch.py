@@ -12,27 +12,51 @@ from slow.toys import make_trainer, random_adapter, randomize_adapter, save_mode
 
 
 pytestmark = pytest.mark.slow
+# So many sampled tokens are enough to compare means.
 TOKENS = 4_000
+# 128 rows a step and two steps a batch; the prompts have six tokens.
+PROMPT_TOKENS = 256 * 6
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16": {"quant_scheme": "none"},
+    "w4a16": {"quant_scheme": "W4A16"},
+    "w4a16_stock": {"quant_scheme": "W4A16", "learner_ops": "stock"},
+    "frozen_stock": {"quant_scheme": "W4A16", "learner_ops": "stock", "lora_base": "frozen"},
+    # Its mismatch is measured though nothing corrects it.
+    "w4a16_rollout_only": {
+        "quant_scheme": "W4A16",
+        "quantize_learner": False,
+        "vllm_importance_sampling_correction": False,
+    },
+}
 
 
 def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, float]:
+    """What a run logs that samples one batch and learns nothing."""
     import numpy as np
     import torch
 
-    adapter = [random_adapter()] if "lora_base" in changes else []
-
     torch.manual_seed(0)
-    size = {"per_device_train_batch_size": 128, "steps_per_generation": 2, "max_steps": 2, "num_generations": 8}
     trainer = make_trainer(
-        model, Path(folder), *adapter, max_completion_length=48, learning_rate=0.0, **size, **changes
+        model,
+        Path(folder),
+        random_adapter() if "lora_base" in changes else None,
+        max_completion_length=48,
+        learning_rate=0.0,  # the learner of all updates is the one that sampled
+        per_device_train_batch_size=128,
+        steps_per_generation=2,
+        max_steps=2,
+        num_generations=8,
+        **changes,
     )
-    if adapter:
+    if "lora_base" in changes:
+        # A new adapter adds nothing, so its arithmetic would not show.
         randomize_adapter(trainer.model)
     trainer.train()
+
     rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
     return {
         "logp_diff": float(np.mean([row["mismatch/logp_diff_mean"] for row in rows])),
-        "tokens": float(sum(row["num_tokens"] for row in rows)) - 256 * 6 * len(rows),
+        "tokens": float(sum(row["num_tokens"] for row in rows)) - PROMPT_TOKENS * len(rows),
         "first_ratio": max(abs(row["ratio/max"] - 1) for row in rows),
     }
 
@@ -41,19 +65,7 @@ def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, flo
 def logp_diffs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logp_diff")
     model = save_model(folder / "model", layers=4)
-    arms = {
-        "bf16": {"quant_scheme": "none"},
-        "w4a16": {"quant_scheme": "W4A16"},
-        "w4a16_stock": {"quant_scheme": "W4A16", "learner_ops": "stock"},
-        "frozen_stock": {"quant_scheme": "W4A16", "learner_ops": "stock", "lora_base": "frozen"},
-        # Its mismatch is measured though nothing corrects it.
-        "w4a16_rollout_only": {
-            "quant_scheme": "W4A16",
-            "quantize_learner": False,
-            "vllm_importance_sampling_correction": False,
-        },
-    }
-    return {name: isolated(logp_diff, model, str(folder / name), changes) for name, changes in arms.items()}
+    return {name: isolated(logp_diff, model, str(folder / name), changes) for name, changes in ARMS.items()}
 
 
 def test_the_logged_logp_diff_is_the_last_bit_of_float32(logp_diffs):

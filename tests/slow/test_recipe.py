@@ -16,25 +16,28 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "llmcompressor" / "fp8_attentio
 
 
 def _train(model: str, folder: str) -> dict[str, Any]:
+    """Bits of the layers, mismatches of a run, and what its engine answers with the weights that were saved."""
     from qarl_trl.quant import quantized_modules
 
     trainer = make_trainer(model, Path(folder) / "run", quant_recipe=str(RECIPE))
     trainer.train()
+    # The last rollout was before the last update.
     trainer.vllm_generation.sync_weights()
     trainer.save_model(Path(folder) / "final")
+
+    log = trainer.state.log_history
     return {
-        "bits": [m.scheme.weights.num_bits for _, m in quantized_modules(trainer.model)],
+        "bits": [module.scheme.weights.num_bits for _, module in quantized_modules(trainer.model)],
         "answers": engine_logprobs(trainer.vllm_generation.llm),
-        "logp_diffs": [
-            r["mismatch/logp_diff_mean"] for r in trainer.state.log_history if "mismatch/logp_diff_mean" in r
-        ],
+        "logp_diffs": [row["mismatch/logp_diff_mean"] for row in log if "mismatch/logp_diff_mean" in row],
     }
 
 
 def test_two_schemes_in_one_engine(tmp_path):
-    found = isolated(_train, save_model(tmp_path / "model"), str(tmp_path))
-    assert found["bits"] == [8, 8, 8, 8, 4, 4, 4] * 2
+    run = isolated(_train, save_model(tmp_path / "model"), str(tmp_path))
+
+    print(run["logp_diffs"])
+    assert run["bits"] == [8, 8, 8, 8, 4, 4, 4] * 2
     # Measured 1e-7. A learner that is not aligned has 0.09 to 0.27 on this toy (docs/numerics.md).
-    assert max(found["logp_diffs"]) < 1e-6, found["logp_diffs"]
-    assert found["answers"] == isolated(fresh_engine_logprobs, str(tmp_path / "final"))
-    print(found["logp_diffs"])
+    assert max(run["logp_diffs"]) < 1e-6
+    assert run["answers"] == isolated(fresh_engine_logprobs, str(tmp_path / "final"))

@@ -6,6 +6,8 @@ With `-s` the figures are printed, which dev/numerics.md sums up.
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ GROUPS = {"qkv": "[qkv]_proj", "o": "o_proj", "gate_up": "(gate|up)_proj", "down
 STOCK = {"vllm_max_model_length": 192, "max_completion_length": 16, "learner_ops": "stock", "verify_sync": 1}
 
 
-def _outcome(function: Callable, *args: Any) -> str:
+def _outcome(function: Callable[..., Any], *args: Any) -> str:
+    """The message of the error that stops `function`, or "passed"."""
     try:
         function(*args)
     except RuntimeError as error:
@@ -34,120 +37,189 @@ def _outcome(function: Callable, *args: Any) -> str:
     return "passed"
 
 
+# Readings ------------------------------------------------------------------------------------------------------------
+
+
 def readings_of(model: str, folder: str, scheme: str) -> dict[str, Any]:
+    """What the check reads of one engine, healthy and with faults: after its first sync, and after later ones."""
     trainer = make_trainer(model, Path(folder), quant_scheme=scheme, **STOCK)
     torch.manual_seed(0)
-    return {"first": _first_sync(trainer, model, scheme), "later": _later_syncs(trainer)}
+    return {"first": _readings_of_first_sync(trainer, model, scheme), "later": _readings_of_later_syncs(trainer)}
 
 
-def _first_sync(trainer: Any, model: str, scheme: str) -> dict[str, dict[str, Any]]:
+def _as_row(reading: Any) -> dict[str, Any]:
+    names = ("logp_diff", "noise_floor", "limit", "followed", "wrong")
+    return {name: getattr(reading, name) for name in names}
+
+
+class FirstSync:
+    """
+    Readings of a first sync, as if it were just done: what the engine answers against the unchanged learner.
+
+    Attributes:
+        rows: Readings by the name of the case.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.engine = trainer.vllm_generation
+        self.sync_check = self.engine.sync_check
+        # Before anything changes its weights.
+        self.learner = self.sync_check.score()
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def read(self, name: str, learner: Any = None, answers: torch.Tensor | None = None) -> None:
+        """Keep the reading of a case, by other scores of the learner or by other answers if they are given."""
+        from qarl_trl.rollout.sync_check import engine_logps, read_first
+
+        if learner is None:
+            learner = self.learner
+        if answers is None:
+            answers = engine_logps(self.engine.llm, self.sync_check.token_ids)
+        self.rows[name] = _as_row(read_first(answers, learner, self.sync_check.before))
+
+
+def _readings_of_first_sync(trainer: Any, model: str, scheme: str) -> dict[str, dict[str, Any]]:
     """Readings of a healthy engine, of noisy ones and of faulty ones."""
-    import re
+    first_sync = FirstSync(trainer)
+    first_sync.read("never synced")
+    first_sync.engine.sync_weights()
+    first_sync.read("healthy")
+    _read_coarse_rounding(first_sync)
+    _read_other_scheme(first_sync, model, "W8A8" if scheme == "W4A16" else "W4A16")
+    _read_wrong_layers(first_sync, trainer)
+    return first_sync.rows
 
+
+def _read_coarse_rounding(first_sync: FirstSync) -> None:
+    """Engines that round ten times as coarsely."""
+    from qarl_trl.rollout import sync_check as module
+
+    seed = module.SEED
+    rounding = module.ROUNDING
+    # What the learner scores with such noise stands for the engine's answers, ten draws of it.
+    for number in range(10):
+        module.SEED = seed + number
+        module.ROUNDING = 10 * rounding
+        first_sync.read(f"rounding x10, {number}", answers=first_sync.sync_check.score().noisy)
+    module.SEED = seed
+    module.ROUNDING = rounding
+
+
+def _read_other_scheme(first_sync: FirstSync, model: str, scheme: str) -> None:
+    """What the learner computes here is what an engine would that got another configuration."""
     from transformers import AutoModelForCausalLM
 
     from qarl_trl.quant import apply_quantization
-    from qarl_trl.rollout import sync_check as module
-    from qarl_trl.rollout.sync_check import engine_logps, learner_logps, read_first
+    from qarl_trl.rollout.sync_check import learner_logps
 
-    engine, sync_check = trainer.vllm_generation, trainer.vllm_generation.sync_check
-    learner, found = sync_check.score(), {}
-
-    def read(name: str, by: Any = learner, answers: torch.Tensor | None = None) -> None:
-        answers = engine_logps(engine.llm, sync_check.token_ids) if answers is None else answers
-        reading = read_first(answers, by, sync_check.before)
-        found[name] = reading._asdict() | {"wrong": reading.wrong}
-
-    read("never synced")
-    engine.sync_weights()
-    read("healthy")
-
-    # An engine that rounds ten times as coarsely.
-    seed, rounding = module.SEED, module.ROUNDING
-    for number in range(10):
-        module.SEED, module.ROUNDING = seed + number, 10 * rounding
-        read(f"rounding x10, {number}", answers=sync_check.score().noisy)
-    module.SEED, module.ROUNDING = seed, rounding
-
-    # Another scheme: what the learner computes here is what an engine would that got another configuration.
     other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    apply_quantization(other, "W8A8" if scheme == "W4A16" else "W4A16")
+    apply_quantization(other, scheme)
     with torch.autocast("cpu", torch.bfloat16):
-        read("other scheme", learner_logps(other, sync_check.token_ids))
+        scores = learner_logps(other, first_sync.sync_check.token_ids)
+    first_sync.read("other scheme", learner=scores)
 
-    master_weights = {n: p for n, p in trainer.model.named_parameters() if "proj" in n}
-    kept = {name: p.detach().clone() for name, p in master_weights.items()}
-    patterns = {f"layer {k}.{name}": rf"layers\.{k}\..*{part}" for k in (0, 3) for name, part in GROUPS.items()}
-    for where, pattern in (patterns | {"all": ""}).items():
+
+def _read_wrong_layers(first_sync: FirstSync, trainer: Any) -> None:
+    """Engines that hold other weights in one layer or in all: those of a loader that forgot them, or random ones."""
+    # The first and the last block: an error in the first one passes through all others.
+    patterns = {}
+    for block in (0, 3):
+        for group, projections in GROUPS.items():
+            patterns[f"layer {block}.{group}"] = rf"layers\.{block}\..*{projections}"
+    patterns["all"] = ""
+
+    master_weights = {name: param for name, param in trainer.model.named_parameters() if "proj" in name}
+    kept = {name: param.detach().clone() for name, param in master_weights.items()}
+    for where, pattern in patterns.items():
         names = [name for name in master_weights if re.search(pattern, name)]
         for kind in ("unloaded", "random"):
             with torch.no_grad():
                 for name in names:
+                    # Random ones have the standard deviation of the layer's own.
                     size = 1e-3 if kind == "unloaded" else kept[name].std().item() * 3**0.5
                     master_weights[name].uniform_(-size, size)
-            engine.sync_weights()
-            read(f"{kind} {where}")
+            first_sync.engine.sync_weights()
+            first_sync.read(f"{kind} {where}")
+
         with torch.no_grad():
             for name in names:
                 master_weights[name].copy_(kept[name])
-    return found
 
 
-def _later_syncs(trainer: Any) -> dict[str, Any]:
+def _readings_of_later_syncs(trainer: Any) -> dict[str, Any]:
     """What the checks after syncs say while the learner moves."""
-    engine, sync_check, found = trainer.vllm_generation, trainer.vllm_generation.sync_check, {}
+    engine = trainer.vllm_generation
     stream = type(engine)._iter_named_params
+    outcomes: dict[str, Any] = {}
+    old: dict[str, torch.Tensor] = {}
 
-    def sync_and_check(name: str, kept: str | None = None) -> None:
-        """Weight sync, but for tensors of the earlier sync `old` whose names have `kept` in them."""
-        engine._iter_named_params = lambda: (
-            (n, old[n] if kept is not None and kept in n else tensor) for n, tensor in stream(engine)
-        )
+    def sync_and_check(name: str, stale: str | None = None) -> None:
+        """Weight sync, but tensors whose names have `stale` in them are those of the earlier sync `old`."""
+
+        def weights() -> Any:
+            for weight, tensor in stream(engine):
+                is_stale = stale is not None and stale in weight
+                yield weight, old[weight] if is_stale else tensor
+
+        def check() -> None:
+            outcomes[f"{name}, reading"] = _as_row(engine.sync_check.check(engine.llm, 2))
+
+        engine._iter_named_params = weights
         engine.sync_weights()
-        found[name] = _outcome(lambda: found.update({f"{name}, reading": sync_check.check(engine.llm, 2)._asdict()}))
+        outcomes[name] = _outcome(check)
 
     sync_and_check("healthy")
     sync_and_check("nothing moved")
-    old = {name: tensor.clone() for name, tensor in stream(engine)}
+
+    for name, tensor in stream(engine):
+        old[name] = tensor.clone()
     with torch.no_grad():
-        for p in trainer.model.parameters():
-            p.add_(0.02 * torch.randn_like(p) * (p.ndim > 1))
+        for param in trainer.model.parameters():
+            param.add_(0.02 * torch.randn_like(param) * (param.ndim > 1))  # not norms
     sync_and_check("stale layer", "layers.1.mlp.")
     sync_and_check("stale engine", "")
     sync_and_check("healthy again")
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module", params=CASES)
 def readings(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sync_check")
-    found = isolated(readings_of, save_model(folder / "model", layers=4), str(folder / "run"), request.param)
-    before = found["first"]["never synced"]["logp_diff"]
-    for name, row in found["first"].items():
+    model = save_model(folder / "model", layers=4)
+    readings = isolated(readings_of, model, str(folder / "run"), request.param)
+    _print_figures(request.param, readings["first"])
+    return readings
+
+
+def _print_figures(scheme: str, rows: dict[str, dict[str, Any]]) -> None:
+    """Each mismatch in units of that before the sync and of the noise floor, and the limit in noise floors."""
+    before = rows["never synced"]["logp_diff"]
+    for name, row in rows.items():
         figures = (row["logp_diff"] / before, row["logp_diff"] / row["noise_floor"], row["limit"] / row["noise_floor"])
-        print(f"{request.param:11} {name:24}", *(f"{x:8.2f}" for x in figures), "stops" * row["wrong"])
-    return found
+        verdict = "stops" if row["wrong"] else ""
+        print(f"{scheme:11} {name:24}", *(f"{figure:8.2f}" for figure in figures), verdict)
 
 
 def test_a_healthy_engine_is_far_from_every_limit(readings):
     row = readings["first"]["healthy"]
     assert row["logp_diff"] < 0.1 * readings["first"]["never synced"]["logp_diff"]  # measured: 0.01 to 0.064
     assert row["logp_diff"] < 1.4 * row["noise_floor"] < 0.5 * row["limit"]
+
     for name in ("healthy", "nothing moved", "healthy again"):
-        reading = readings["later"][f"{name}, reading"]
-        assert reading["logp_diff"] < 0.5 * reading["limit"]
+        row = readings["later"][f"{name}, reading"]
+        assert row["logp_diff"] < 0.5 * row["limit"]
     assert readings["later"]["healthy again, reading"]["followed"] == pytest.approx(1, abs=0.1)
 
 
 def test_ten_times_coarser_rounding_stops_no_run(readings):
-    noisy = [row for name, row in readings["first"].items() if " x10" in name]
-    assert len(noisy) == 10
-    assert not any(row["wrong"] for row in noisy)
+    rows = [row for name, row in readings["first"].items() if " x10" in name]
+    assert len(rows) == 10
+    assert not any(row["wrong"] for row in rows)
 
 
 def test_every_fault_stops_the_run(readings):
     """A sync that never came, one layer or all that were not loaded or hold other weights, another scheme."""
-    faults = {n: row for n, row in readings["first"].items() if n != "healthy" and " x10" not in n}
+    faults = {name: row for name, row in readings["first"].items() if name != "healthy" and " x10" not in name}
     assert len(faults) == 20
     assert not [name for name, row in faults.items() if not row["wrong"]]
 
@@ -160,54 +232,93 @@ def test_an_engine_that_did_not_follow_is_called_stale(readings):
     assert "followed 0 %" in readings["later"]["stale engine"]
 
 
-def _train(
-    model: str, folder: str, changes: dict[str, Any], broken: str | None, evaluate: bool = False
-) -> dict[str, Any]:
-    import logging
+# Runs ----------------------------------------------------------------------------------------------------------------
 
+
+def _train(
+    model: str, folder: str, changes: dict[str, Any], broken: str | None = None, evaluate: bool = False
+) -> dict[str, Any]:
+    """
+    How a run ends, and what it logs.
+
+    Args:
+        model: The model's folder.
+        folder: The folder of the run.
+        changes: Fields of its config.
+        broken: Scales of this layer of the engine become 0 after each sync.
+        evaluate: Evaluate every two steps.
+    """
     trainer = make_trainer(model, Path(folder), **changes)
     if broken is not None:
-        from qarl_trl.rollout import _vllm
-
-        reload_engine = _vllm.reload_engine
-
-        def reload_and_break(llm: Any, weights: Any) -> None:
-            reload_engine(llm, weights)
-            layer = _vllm.engine_model(llm).get_submodule(broken)
-            layer.weight_scale.data.mul_(0)
-
-        _vllm.reload_engine = reload_and_break
+        _break_syncs(broken)
     if evaluate:
-        trainer.args.eval_strategy, trainer.args.eval_steps, trainer.eval_dataset = "steps", 2, prompts(8)
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("qarl_trl.rollout.sync_check").addHandler(handler)
+        trainer.args.eval_strategy = "steps"
+        trainer.args.eval_steps = 2
+        trainer.eval_dataset = prompts(8)
+
+    warnings = _record_warnings()
     outcome = _outcome(trainer.train)
-    return {"outcome": outcome, "said": said, "log": trainer.state.log_history, "steps": trainer.state.global_step}
+    return {
+        "outcome": outcome,
+        "warnings": warnings,
+        "log": trainer.state.log_history,
+        "steps": trainer.state.global_step,
+        "syncs": trainer.vllm_generation.num_syncs,
+    }
+
+
+def _break_syncs(layer: str) -> None:
+    from qarl_trl.rollout import _vllm
+
+    reload_engine = _vllm.reload_engine
+
+    def reload_and_break(llm: Any, weights: Any) -> None:
+        reload_engine(llm, weights)
+        _vllm.engine_model(llm).get_submodule(layer).weight_scale.data.mul_(0)
+
+    _vllm.reload_engine = reload_and_break
+
+
+def _record_warnings() -> list[str]:
+    """What the sync check warns of from now on."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("qarl_trl.rollout.sync_check").addHandler(handler)
+    return warnings
 
 
 def test_a_learner_in_high_precision_is_checked_by_the_low_bit_model(tmp_path):
     changes = {"verify_sync": 1, "quantize_learner": False}
-    result = isolated(_train, save_model(tmp_path / "model"), str(tmp_path / "run"), changes, None)
-    assert (result["outcome"], result["said"], result["steps"]) == ("passed", [], 4)
-    assert sum("sync/verify_logp_diff" in row for row in result["log"]) == 2
+
+    run = isolated(_train, save_model(tmp_path / "model"), str(tmp_path / "run"), changes)
+
+    assert (run["outcome"], run["warnings"], run["steps"]) == ("passed", [], 4)
+    assert sum("sync/verify_logp_diff" in row for row in run["log"]) == 2
 
 
 def test_a_run_with_a_broken_layer_stops_before_its_first_step(tmp_path):
     model = save_model(tmp_path / "model")
-    result = isolated(_train, model, str(tmp_path / "run"), {}, "model.layers.1.mlp.down_proj")
-    assert "After sync 1 the engine's log-probs of the sync check prompt" in result["outcome"]
-    assert result["steps"] == 0
+
+    run = isolated(_train, model, str(tmp_path / "run"), {}, "model.layers.1.mlp.down_proj")
+
+    assert "After sync 1 the engine's log-probs of the sync check prompt" in run["outcome"]
+    assert run["steps"] == 0
 
 
-def test_a_healthy_run_passes_and_the_sync_of_an_evaluation_counts_for_the_step_that_samples_with_it(tmp_path):
-    """Steps 1 and 3 sample; what step 3 samples with was synced by the evaluation after step 2."""
+def test_a_healthy_run_passes_and_syncs_again_between_an_evaluation_and_the_next_rollout(tmp_path):
+    """Steps 1 and 3 sample. The evaluations after steps 2 and 4 might have other weights (test_engine_settings.py)."""
     model = save_model(tmp_path / "model")
-    result = isolated(_train, model, str(tmp_path / "run"), {"per_device_eval_batch_size": 8}, None, True)
-    assert (result["outcome"], result["said"], result["steps"]) == ("passed", [], 4)
-    assert sum("sync/verify_logp_diff" in row for row in result["log"]) == 1
-    assert set(folders.log(1)[0]) <= set().union(*result["log"])  # what the report's tests draw is what a run logs
-    assert [row["step"] for row in result["log"] if "eval_reward" in row] == [2, 4]
-    assert [row["step"] for row in result["log"] if "sync/bytes" in row] == [1, 3]
-    assert [row["step"] for row in result["log"] if "quant/flip_frac" in row] == [3]
+
+    run = isolated(_train, model, str(tmp_path / "run"), {"per_device_eval_batch_size": 8}, None, True)
+
+    def steps_that_log(name: str) -> list[int]:
+        return [row["step"] for row in run["log"] if name in row]
+
+    assert (run["outcome"], run["warnings"], run["steps"]) == ("passed", [], 4)
+    assert run["syncs"] == 4
+    assert len(steps_that_log("sync/verify_logp_diff")) == 1
+    assert set(folders.log(1)[0]) <= set().union(*run["log"])  # what the report's tests draw is what a run logs
+    assert steps_that_log("eval_reward") == [2, 4]
+    assert steps_that_log("sync/bytes") == [1, 3]
+    assert steps_that_log("quant/flip_frac") == [3]

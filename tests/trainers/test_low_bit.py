@@ -1,4 +1,6 @@
-"""`qarl_trl.trainers.LowBitMixin` on other trainers of TRL, without an engine: one class and one config of a user's own."""
+"""
+`qarl_trl.trainers.LowBitMixin` on other trainers of TRL, without an engine: one class and one config of a user's own.
+"""
 
 from __future__ import annotations
 
