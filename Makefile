@@ -110,8 +110,11 @@ benchmarks: engine install
 lock: install lock-latest
 	$(BIN)/uv pip compile requirements/cpu.in --override requirements/overrides.txt --python-version 3.11 \
 	    --no-emit-package torch --custom-compile-command "make lock" --output-file requirements/cpu.txt
-	echo vllm==0.31.0 | $(BIN)/uv pip compile pyproject.toml - --extra vllm --extra math --extra peft --extra report --python-version 3.12 \
-	    --python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command "make lock" --output-file requirements/gpu.txt
+	# One list for both versions of Python: what 3.11 takes, with the setuptools that vLLM asks for on 3.12.
+	printf 'vllm==0.31.0\nsetuptools<81\n' | $(BIN)/uv pip compile pyproject.toml - --extra vllm --extra math --extra peft --extra report \
+	    --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command "make lock" --output-file requirements/gpu.txt
+	for version in 3.11 3.12; do $(BIN)/uv pip compile requirements/gpu.txt --python-version $$version \
+	    --python-platform x86_64-manylinux_2_28 --no-annotate --quiet --output-file /dev/null || exit 1; done
 	printf 'mkdocs-material\nmkdocstrings[python]\nruff\n' | $(BIN)/uv pip compile - --python-version 3.11 --universal --no-annotate \
 	    --custom-compile-command "make lock" --output-file requirements/docs.txt
 
