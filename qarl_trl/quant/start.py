@@ -322,6 +322,8 @@ def _class_that_quantizes_itself(architecture: Any, plan: QuantizationConfig, ge
             super().__init__(*args, **kwargs)
             apply_quantization(self, plan, gemm=gemm, frozen=True)
 
+    # transformers derives the loss from the name of the class.
+    Frozen.__name__ = architecture.__name__
     return Frozen
 
 

@@ -114,7 +114,8 @@ class _Names:
 
     def prefix(self, layer_name: str) -> str:
         """`model.layers.0.q_proj.` for the name of a layer in the model."""
-        name = self.in_base(f"{layer_name}.weight")
+        # A layer that is the whole model has no name.
+        name = self.in_base(f"{layer_name}.weight" if layer_name else "weight")
         if name is None:
             raise RuntimeError(
                 "A quantized layer has no name in the checkpoint: it lies inside an adapter's own module."

@@ -10,6 +10,7 @@ import torch
 from conftest import NO_ENGINE, make_model
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from qarl_trl.export import quantization_config, save_low_bit
 from qarl_trl.quant import apply_quantization, gemm, iter_low_bit_weights, quantize, quantized_modules, start
@@ -372,3 +373,14 @@ def test_a_base_that_cannot_be_frozen_is_refused(tmp_path, scheme, kind, words):
 def test_an_adapter_on_a_layer_in_high_precision_is_refused(checkpoint):
     with pytest.raises(ValueError, match="'lm_head'.*carries an adapter, but it is not quantized"):
         frozen_model(checkpoint(), target_modules=["lm_head", "q_proj"])
+
+
+def test_a_frozen_model_has_the_loss_of_its_architecture(tmp_path):
+    """transformers finds the loss by the name of the class that loads."""
+    make_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
+
+    frozen = load_master_weights(str(tmp_path), freeze=plan)
+
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plain.loss_type == frozen.loss_type == "ForCausalLM"

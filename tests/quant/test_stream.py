@@ -209,7 +209,6 @@ def test_a_buffer_under_activation_checkpointing_is_sent():
     assert "layer.kept" in dict(iter_low_bit_weights(model))
 
 
-@pytest.mark.xfail(strict=True, reason="the names of a low-bit layer without a name begin with a dot")
 def test_a_layer_that_is_the_whole_model_has_the_names_of_its_parameters():
     layer = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")[0]
 
