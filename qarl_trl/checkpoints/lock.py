@@ -35,8 +35,8 @@ def holding(output_dir: Path) -> Iterator[None]:
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / LOCK
-    # A singleton counts how often this process has taken the lock, so that blocks can nest. A soft lock is a mere file,
-    # which would outlive a killed run.
+    # A singleton counts how often this process has taken the lock, so that blocks can nest. A soft lock is a mere
+    # file, which would outlive a killed run.
     lock = FileLock(file, timeout=0, thread_local=False, is_singleton=True, fallback_to_soft=False)
 
     try:
