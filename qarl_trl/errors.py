@@ -1,8 +1,8 @@
 """Turn errors about a user's input into one line that names the wrong file.
 
 When transformers or safetensors cannot use a file, their error mostly does not say which file it was. Its type alone
-does not tell either: some errors have classes of their own, others are a plain `KeyError` out of transformers' code. So
-this module recognizes an error about a file by the name of its class, or by the source file that raised it.
+does not tell either: some errors have classes of their own, others are a plain `KeyError` from inside transformers.
+So this module recognizes an error about a file by the name of its class, or by the source file that raised it.
 """
 
 from __future__ import annotations

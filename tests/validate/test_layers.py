@@ -4,7 +4,7 @@ import pytest
 from configs import config
 from peft import LoraConfig
 
-from qarl_trl.trainer import prepare
+from qarl_trl.trainers.low_bit import quantize_policy
 from qarl_trl.validate import check_arguments, config_of
 from qarl_trl.validate.layers import check_layers
 
@@ -44,9 +44,9 @@ def test_an_output_layer_in_low_bits_is_refused_without_weights(tmp_path, tiny_m
 
 def test_a_loaded_model_with_an_output_layer_in_low_bits_is_refused(tmp_path, tiny_model):
     with pytest.raises(ValueError, match="Add lm_head to quant_ignore"):
-        prepare(tiny_model(num_hidden_layers=1), config(tmp_path, quant_ignore=[]), None)
+        quantize_policy(tiny_model(num_hidden_layers=1), config(tmp_path, quant_ignore=[]))
 
-    prepare(tiny_model(num_hidden_layers=1), config(tmp_path), None)  # control
+    quantize_policy(tiny_model(num_hidden_layers=1), config(tmp_path))  # control
 
 
 def test_experts_are_no_frozen_base(tmp_path, tiny_model):
