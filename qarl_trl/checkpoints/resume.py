@@ -121,15 +121,16 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
         raise ValueError(f"{checkpoint} has weights without the optimizer (save_only_model). Give it as the model.")
 
     for name, value in identity.items():
-        # A model's folder may move, so its name may differ. That its weights are the same, their digest tells.
+        # The name may differ, because a model's folder may move. The digest of its weights is compared instead.
         if name == "model":
             continue
-        # Facts missing from the manifest may differ: a checkpoint between two rollout batches has none of `BATCH`.
+        # Facts missing from the manifest may differ: one saved between rollout batches has none of `BATCH`.
         if stored.get(name, value) != value:
             raise ValueError(
-                f"{checkpoint} is a checkpoint of another run: {name} was {stored[name]!r} with the model "
-                f"{stored['model']!r}, and is {value!r} with {identity['model']!r}. Start with what it was made from, "
-                "or use another output_dir."
+                f"{checkpoint} is a checkpoint of another run: "
+                f"{name} was {stored[name]!r} with the model {stored['model']!r}, "
+                f"and is {value!r} with {identity['model']!r}. "
+                "Start with what it was made from, or use another output_dir."
             )
 
 

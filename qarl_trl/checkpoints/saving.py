@@ -96,7 +96,7 @@ class CheckpointMixin:
         Write the low-bit checkpoint. With quantization off, this writes what TRL writes.
 
         With LoRA, the folder gets the adapter, and its sub-folder `low_bit/` the merged low-bit checkpoint. With a
-        frozen base, writes the adapter and a reference to its base. If this run quantized the base, all checkpoints
+        frozen base, it gets the adapter and a reference to the base. If this run quantized the base, all checkpoints
         share one `base/`.
 
         Args:
@@ -136,7 +136,7 @@ class CheckpointMixin:
             name_base(path, name, revision, folder)
 
     def _save_quantized_base(self, path: Path) -> None:
-        """Write the frozen base that this run quantized, unless it is there, and a reference to it. Collective."""
+        """Write the frozen base that this run quantized, but only once, and a reference to it. Collective."""
         # A training checkpoint lies in `output_dir`. The base never changes, so all of them share the one beside them.
         if self._incoming:
             folder = Path(self.args.output_dir, BASE_FOLDER)

@@ -29,7 +29,7 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
     if len(data) < needed:
         raise ValueError(
             f"train_dataset must have at least {needed} prompts, got {len(data)}, which would train nothing: "
-            f"a rollout batch has per_device_train_batch_size={args.per_device_train_batch_size} x {args.world_size} "
-            f"processes x steps_per_generation={args.steps_per_generation} = {args.generation_batch_size} "
-            f"completions, num_generations={args.num_generations} of each."
+            f"a rollout batch has per_device_train_batch_size={args.per_device_train_batch_size} "
+            f"x {args.world_size} processes x steps_per_generation={args.steps_per_generation} "
+            f"= {args.generation_batch_size} completions, num_generations={args.num_generations} of each."
         )

@@ -52,9 +52,9 @@ def check_host_memory(config: PretrainedConfig, args: RunSettings) -> None:
 
     if needed > free:
         raise ValueError(
-            f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: {copies} "
-            f"processes of this machine hold the model in {dtype}. With FSDP2 (recipes/accelerate/fsdp2.yaml) one of "
-            "them does."
+            f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: "
+            f"{copies} processes of this machine hold the model in {dtype}. "
+            "With FSDP2 (recipes/accelerate/fsdp2.yaml) one of them does."
         )
 
 

@@ -39,7 +39,7 @@ def check_run(
         ValueError: for everything else that would stop the run later, or silently make it train something else.
     """
     check_arguments(model, args, trainer_arguments)
-    # Only one process, because all share these folders: another could not take the lock while the first tries it.
+    # Only the first process: all share these folders, and a second one would find the lock taken.
     if args.process_index == 0:
         check_folders(model, args)
     check_data(trainer_arguments, args)
@@ -51,7 +51,7 @@ def check_run(
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, trainer_arguments.get("peft_config"))
 
-    # A model that is no name is in memory already.
+    # A model that was passed as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(trainer_arguments)
     if loads_master_weights:
         check_host_memory(config, args)

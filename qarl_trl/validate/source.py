@@ -51,8 +51,8 @@ def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSou
                 f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint."
             )
         logger.warning(
-            f"{name} is quantized. Its weights are decompressed and quantized again, by quant_scheme="
-            f"{args.quant_name!r}; 'checkpoint' keeps its scheme."
+            f"{name} is quantized. Its weights are decompressed and quantized again, "
+            f"by quant_scheme={args.quant_name!r}; 'checkpoint' keeps its scheme."
         )
     return source
 

@@ -1,4 +1,4 @@
-"""`qarl_trl.checkpoints.rollout_buffer` on its own. With TRL's trainers: test_saving.py, tests/test_trainer_resume.py."""
+"""`qarl_trl.checkpoints.rollout_buffer` on its own; with trainers of TRL: test_saving.py, test_trainer_resume.py."""
 
 from types import SimpleNamespace
 
