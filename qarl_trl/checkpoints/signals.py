@@ -51,7 +51,7 @@ class StopOnSignal(TrainerCallback):
 
     def _receive(self, number: int, _: Any) -> None:
         """Note the signal for the end of the step."""
-        # A process that a reward function forked has this handler too. There the signal must do what it always does.
+        # A process that a reward function forked has this handler too. There the signal must end the process.
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
