@@ -139,8 +139,9 @@ def compressor_of(scheme: QuantizationScheme) -> Any:
     The class of compressed-tensors that compresses and decompresses weights of a scheme.
 
     Args:
-        scheme: A scheme of a checkpoint. Without a `format` it has the one that compressed-tensors infers for it.
+        scheme: A scheme of a checkpoint.
     """
+    # Checkpoints of older versions of compressed-tensors have no format in their groups.
     stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
     return BaseCompressor.get_value_from_registry(stored_as.value)
 
