@@ -1,4 +1,9 @@
-"""Errors of a user's input, each in one line that names the file which is wrong."""
+"""Turn errors about a user's input into one line that names the wrong file.
+
+When transformers or safetensors cannot use a file, their error mostly does not say which file it was. Its type alone
+does not tell either: some errors have classes of their own, others are a plain `KeyError` from inside transformers.
+So this module recognizes an error about a file by the name of its class, or by the source file that raised it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +16,12 @@ from traceback import walk_tb
 
 # Errors that a user can fix by another setting, file or package.
 _OF_THE_USER = (ValueError, OSError, ImportError, OverflowError)
-# Errors about a config or a weight file, and about any other file. Their messages mostly lack the name of the file. As
-# names of classes, because their packages load late.
+# Classes of errors about a model's config or weights, and about any other file. Names instead of the classes, because
+# importing their packages takes seconds, and most errors are others.
 _ABOUT_A_MODEL = {"StrictDataclassError", "SafetensorError", "ValidationError"}
 _ABOUT_A_FILE = {"YAMLError", "JSONDecodeError", "UnicodeDecodeError"}
-# transformers accepts any JSON as a config, and fails where it first uses a value.
+# The modules of transformers that use a model's config. transformers accepts any JSON as a config, and fails with any
+# class of error where it first uses a wrong value.
 _USES_A_CONFIG = re.compile(r"(configuration_utils|loading_report|modeling_\w+)\.py$")
 
 
@@ -25,10 +31,10 @@ def naming_config(models: Iterable[str]) -> Iterator[None]:
     Within this context, an error about a model's config or weights names the model's `config.json`.
 
     Args:
-        models: The names that models may be read by. Those that are no model's folder on this machine do not matter.
+        models: Where the model may come from. Names that are not local model folders are ignored.
 
     Raises:
-        ValueError: in place of an error that is about a model.
+        ValueError: in place of an error about a model.
     """
     try:
         yield
@@ -36,12 +42,12 @@ def naming_config(models: Iterable[str]) -> Iterator[None]:
         if not _is_about_a_model(error):
             raise
         configs = [f"{model}/config.json" for model in models if os.path.isfile(f"{model}/config.json")]
-        raise ValueError(_with_names(str(error), configs)) from error
+        raise ValueError(_with_paths(str(error), configs)) from error
 
 
 def is_of_the_user(error: Exception) -> bool:
-    """Whether other input could mend an error, so that a traceback would not help."""
-    return isinstance(error, _OF_THE_USER) or bool(_kinds(error) & _ABOUT_A_FILE)
+    """Whether the user can fix an error by other input. Then one line helps more than a traceback."""
+    return isinstance(error, _OF_THE_USER) or bool(_class_names(error) & _ABOUT_A_FILE)
 
 
 def in_one_line(error: Exception, argv: Sequence[str]) -> str:
@@ -50,7 +56,8 @@ def in_one_line(error: Exception, argv: Sequence[str]) -> str:
 
     Args:
         error: An error of a command.
-        argv: The command line. Its files are named if the error is about a file that it does not name.
+        argv: The command line. If the error is about the content of a file and does not name it, all files of the
+            command line are named.
     """
     text = " ".join(str(error).split())
 
@@ -59,31 +66,31 @@ def in_one_line(error: Exception, argv: Sequence[str]) -> str:
     if no_folder:
         return f"{no_folder[1]!r} is neither a folder here nor a Hub id (user/name)."
 
-    if _kinds(error) & _ABOUT_A_FILE:
-        return _with_names(text, [word for word in argv if os.path.exists(word)])
+    if _class_names(error) & _ABOUT_A_FILE:
+        return _with_paths(text, [word for word in argv if os.path.exists(word)])
     return text
 
 
 def _is_about_a_model(error: Exception) -> bool:
-    """Whether transformers or safetensors could not use what a model's files say."""
-    # A missing file or repository, which the message names.
+    """Whether transformers or safetensors could not use the content of a model's files."""
+    # An `OSError` is about a missing file or repository, and its message has the name.
     if isinstance(error, OSError):
         return False
-    if _kinds(error) & _ABOUT_A_MODEL:
+    if _class_names(error) & _ABOUT_A_MODEL:
         return True
 
-    # Where it was raised: the same kinds of error from elsewhere are faults of a program.
+    # The innermost frame, which raised the error. The same class of error out of other code is a bug, not bad input.
     *_, (last_frame, _) = walk_tb(error.__traceback__)
     return bool(_USES_A_CONFIG.search(last_frame.f_code.co_filename))
 
 
-def _with_names(message: str, paths: Sequence[str]) -> str:
-    """The message, preceded by the paths if it has none of them."""
+def _with_paths(message: str, paths: Sequence[str]) -> str:
+    """The message after the paths, unless it has one of them already."""
     if not paths or any(path in message for path in paths):
         return message
     return f"{' or '.join(paths)}: {message}"
 
 
-def _kinds(error: Exception) -> set[str]:
-    """The names of an error's class and of its bases."""
+def _class_names(error: Exception) -> set[str]:
+    """The names of an error's class and of its base classes."""
     return {kind.__name__ for kind in type(error).__mro__}

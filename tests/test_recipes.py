@@ -12,7 +12,7 @@ from trl import get_peft_config
 
 from qarl_trl.quant.modifier import read_modifier
 from qarl_trl.train import describe, parse
-from qarl_trl.validate import check_adapter
+from qarl_trl.validate.adapters import check_adapter
 
 
 ROOT = Path(__file__).parents[1]

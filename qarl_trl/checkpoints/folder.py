@@ -1,4 +1,4 @@
-"""A checkpoint's folder: write it elsewhere, list its files in a manifest, rename it; and delete old ones."""
+"""Folders of checkpoints: complete one by a manifest and a rename, find out what is missing, delete old ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..export.files import flush, share
+from ..export.files import apply_umask, flush
 
 
 MANIFEST = "manifest.json"
@@ -22,12 +22,12 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     Turn a written folder into a complete checkpoint, by one rename on the same file system.
 
     Args:
-        folder: What was written, inside of a folder that is deleted later.
-        target: The checkpoint's own place. A checkpoint that is there is replaced.
-        facts: Go into the manifest, beside the size of each file and a number that grows from checkpoint to
-            checkpoint.
+        folder: The folder that was written. Its parent is deleted later.
+        target: Where the checkpoint belongs. This replaces a checkpoint that is already there.
+        facts: Further entries of the manifest, which also has the size of each file and a number that grows from
+            checkpoint to checkpoint.
     """
-    share(folder)
+    apply_umask(folder)
     # Content must be on the disk before the manifest, whose presence says that the checkpoint is complete.
     flush(folder)
     manifest = {"number": _next_number(target.parent), **facts, "files": _file_sizes(folder)}
@@ -59,17 +59,18 @@ def _next_number(output_dir: Path) -> int:
     return 1 + read_manifest(complete[-1])["number"]
 
 
-def steps(output_dir: Path) -> list[Path]:
+def checkpoint_folders(output_dir: Path) -> list[Path]:
     """
-    Find all folders with names of the trainer's checkpoints, complete or not.
+    Find all folders that have the name of a checkpoint of the trainer, complete or not.
 
     Args:
         output_dir: The run's output folder.
 
     Returns:
-        Folders in no particular order, without a user's own `checkpoint-6-keep`.
+        Folders in no particular order. One that a user renamed, such as `checkpoint-6-keep`, is not among them.
     """
-    return [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    named = output_dir.glob("checkpoint-*")
+    return [path for path in named if re.fullmatch(r"checkpoint-\d+", path.name)]
 
 
 def damage(folder: Path) -> str | None:
@@ -83,7 +84,7 @@ def damage(folder: Path) -> str | None:
         What is missing or cut off, in words, or `None` for a complete checkpoint.
 
     Raises:
-        OSError: if it cannot be read now, which is no damage.
+        OSError: if it cannot be read now. That does not make it damaged.
     """
     try:
         manifest = read_manifest(folder)
@@ -129,8 +130,8 @@ def finished(output_dir: Path) -> list[Path]:
         Their folders in the order in which they were written.
     """
     numbered = []
-    for folder in steps(output_dir):
-        # One that cannot be read now does not count: a rotation must not delete it, and others in its place.
+    for folder in checkpoint_folders(output_dir):
+        # One that cannot be read now does not count: a rotation must not delete it, nor keep it in place of another.
         with suppress(OSError):
             if damage(folder) is None:
                 numbered.append((read_manifest(folder)["number"], folder))
@@ -139,7 +140,7 @@ def finished(output_dir: Path) -> list[Path]:
 
 def rotate(output_dir: Path, limit: int | None) -> None:
     """
-    Delete the oldest of the [`finished`] checkpoints.
+    Delete the oldest complete checkpoints.
 
     Args:
         output_dir: The run's output folder.
@@ -149,6 +150,6 @@ def rotate(output_dir: Path, limit: int | None) -> None:
         return
 
     for folder in finished(output_dir)[:-limit]:
-        # Move it away first: an interrupted deletion must not leave a damaged checkpoint.
+        # Moved away first, so that an interrupted deletion leaves no damaged checkpoint.
         moved = folder.rename(output_dir / INCOMING / folder.name)
         shutil.rmtree(moved, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Allow one run at a time in an `output_dir`: two would delete each other's checkpoints during a save."""
+"""Allow only one run at a time in an `output_dir`: two would delete each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = get_logger(__name__)
 @contextmanager
 def holding(output_dir: Path) -> Iterator[None]:
     """
-    Create `output_dir` and hold its lock in the block. A process may nest such blocks.
+    Create `output_dir` and hold its lock while the block runs. A process may nest such blocks.
 
-    The kernel releases the lock when the process ends, also after a kill. Forks may live longer, but filelock closes
-    the lock's file in them.
+    The kernel releases the lock when the process ends, even if it is killed. Forks that live longer do not keep the
+    lock, because filelock closes the lock's file in them.
 
     Args:
         output_dir: The run's output folder.
@@ -35,7 +35,8 @@ def holding(output_dir: Path) -> Iterator[None]:
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / LOCK
-    # A singleton counts how often this process has taken it. A soft lock, a mere file, would outlive a killed run.
+    # A singleton counts how often this process has taken the lock, so that blocks can nest. A soft lock is a mere
+    # file, which would outlive a killed run.
     lock = FileLock(file, timeout=0, thread_local=False, is_singleton=True, fallback_to_soft=False)
 
     try:

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..export.files import digest
 from ..guards import on_first
-from ..quant.names import base_model
+from ..quant.names import adapter_configs, base_model
 from ..quant.scheme import describe_scheme
-from .folder import INCOMING, damage, finished, read_manifest, steps
+from .folder import INCOMING, checkpoint_folders, damage, finished, read_manifest
 from .lock import holding
 
 
@@ -47,10 +47,10 @@ def resume_path(wish: str | bool | None, args: Any, identity: Mapping[str, Any] 
 
     Raises:
         ValueError: if it is missing, damaged, of another run, or cannot be resumed.
-        OSError: if it cannot be read now; in the other processes for every error of the first.
+        OSError: if it cannot be read now. The other processes raise this for every error of the first.
     """
 
-    # Other processes may see another state of a network's file system, and must not resume from another step.
+    # Processes may see a network's file system in different states, but all must resume from the same step.
     def decide() -> str | None:
         checkpoint = _find(str(wish or "false"), Path(args.output_dir))
         if checkpoint is not None:
@@ -61,7 +61,7 @@ def resume_path(wish: str | bool | None, args: Any, identity: Mapping[str, Any] 
 
 
 def _find(wish: str, output_dir: Path) -> str | None:
-    """The checkpoint of a wish, complete; `None` if the run shall start from the beginning."""
+    """The complete checkpoint that a wish means; `None` if the run should start from the beginning."""
     if wish.lower() == "false":
         return None
     if wish.lower() in ("true", "auto"):
@@ -74,7 +74,7 @@ def _find(wish: str, output_dir: Path) -> str | None:
 
 
 def _find_newest(wish: str, output_dir: Path) -> str | None:
-    """The newest complete checkpoint of an output folder; `None` if it has none at all, and the wish allows that."""
+    """The newest complete checkpoint of an output folder; `None` if it has no checkpoint and the wish is "auto"."""
     _put_back(output_dir)
     damaged = _damaged(output_dir)
     for checkpoint in damaged:
@@ -85,7 +85,7 @@ def _find_newest(wish: str, output_dir: Path) -> str | None:
         return str(complete[-1])
 
     if damaged:
-        # A start from the beginning would overwrite checkpoints that a user may still repair.
+        # A run from the beginning would overwrite checkpoints that a user may still be able to repair.
         listed = "; ".join(damaged)
         raise ValueError(f"{output_dir} has only damaged checkpoints. To start over, move them: {listed}.")
     if wish.lower() == "true":
@@ -94,10 +94,10 @@ def _find_newest(wish: str, output_dir: Path) -> str | None:
 
 
 def _put_back(output_dir: Path) -> None:
-    """Restore a complete checkpoint that a kill left between the two renames of `commit`."""
+    """Move a complete checkpoint to its place, if a kill came between the two renames of `commit`."""
     for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):
         place = output_dir / folder.name
-        # `holding` raises `ValueError` while a run is writing there: then the folder is that run's own.
+        # `holding` raises `ValueError` while another run holds the output folder. The checkpoint is then that run's.
         with suppress(ValueError), holding(output_dir):
             if not place.exists() and damage(folder) is None:
                 folder.rename(place)
@@ -105,7 +105,7 @@ def _put_back(output_dir: Path) -> None:
 
 def _damaged(output_dir: Path) -> list[str]:
     """Damaged checkpoints of an output folder, each with the reason."""
-    reasons = {folder: damage(folder) for folder in sorted(steps(output_dir))}
+    reasons = {folder: damage(folder) for folder in sorted(checkpoint_folders(output_dir))}
     return [f"{folder} ({reason})" for folder, reason in reasons.items() if reason]
 
 
@@ -121,41 +121,44 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
         raise ValueError(f"{checkpoint} has weights without the optimizer (save_only_model). Give it as the model.")
 
     for name, value in identity.items():
-        # The model's name may differ, as a folder may move. Its weights may not, and their digest is a fact too.
+        # The name may differ, because a model's folder may move. The digest of its weights is compared instead.
         if name == "model":
             continue
-        # A fact that the manifest has not may differ: between rollout batches `BATCH` may change.
+        # Facts missing from the manifest may differ: one saved between rollout batches has none of `BATCH`.
         if stored.get(name, value) != value:
             raise ValueError(
-                f"{checkpoint} is a checkpoint of another run: {name} was {stored[name]!r} with the model "
-                f"{stored['model']!r}, and is {value!r} with {identity['model']!r}. Start with what it was made from, "
-                "or use another output_dir."
+                f"{checkpoint} is a checkpoint of another run: "
+                f"{name} was {stored[name]!r} with the model {stored['model']!r}, "
+                f"and is {value!r} with {identity['model']!r}. "
+                "Start with what it was made from, or use another output_dir."
             )
 
 
 def identity_of(
-    model: str | nn.Module, args: Any, plan: QuantizationConfig | None, given: Mapping[str, Any]
+    model: str | nn.Module, args: Any, plan: QuantizationConfig | None, trainer_arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """
     Collect the facts that identify a run in its manifests, before anything loads.
 
     Args:
-        model: The trainer's model, or its name. Of a `PeftModel` the base counts; its adapters are facts of their own.
-        args: Settings of the run. Those that its class does not have are left out.
+        model: The trainer's model, or its name. For a `PeftModel` the name is that of its base, and its adapters are
+            further facts.
+        args: Settings of the run. A fact whose setting the config does not have is left out.
         plan: Which layers are quantized, and how; `None` without quantization.
-        given: All arguments of the trainer by name.
+        trainer_arguments: All arguments of the trainer by name.
 
     Returns:
         Facts by name, as JSON stores them.
     """
     name: Any = model if isinstance(model, str) else base_model(model).config._name_or_path
+    adapters = adapter_configs(model, trainer_arguments.get("peft_config"))
     settings = {field: getattr(args, field) for field in (*_MEANING, *BATCH) if hasattr(args, field)}
     return {
         "model": name,
         "weights": _weights_fact(name, args),
-        "tokenizer": _tokenizer_fact(given.get("processing_class")),
+        "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
         "scheme": _scheme_fact(plan),
-        "adapter": _adapter_facts(model, given),
+        "adapter": [_facts_of_adapter(config) for config in adapters],
         **settings,
     }
 
@@ -178,8 +181,8 @@ def _weights_fact(name: str, args: Any) -> str:
 
 
 def _tokenizer_fact(processing_class: Any) -> str:
-    """A digest of the tokenizer that a trainer was given, if any."""
-    # A processor for images holds its tokenizer.
+    """A digest of the tokenizer among the trainer's arguments, if there is one."""
+    # A processor for images has a tokenizer inside.
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not tokenizer:
         return "the model's"
@@ -194,13 +197,6 @@ def _scheme_fact(plan: QuantizationConfig | None) -> str:
         return "none"
     layers = {describe_scheme(group): group.targets for group in plan.config_groups.values()}
     return f"{layers} without {plan.ignore}"
-
-
-def _adapter_facts(model: str | nn.Module, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The facts about the adapter that the trainer will add, and about those of a `PeftModel`."""
-    present: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
-    configs = [given.get("peft_config"), *present.values()]
-    return [_facts_of_adapter(config) for config in configs if config]
 
 
 def _facts_of_adapter(config: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The part of a low-bit trainer that saves and resumes."""
+"""How a low-bit trainer saves its model and its training checkpoints, and how it resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trl.trainer.utils import RepeatSampler
 from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import training_facts, write_card
-from ..export.files import BASE_FOLDER, name_base, share
+from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..guards import on_first
 from ..quant.experts import expert_modules
 from ..quant.names import base_model
@@ -24,6 +24,7 @@ from ..quant.store import iter_low_bit_weights
 from .folder import INCOMING, commit, rotate
 from .lock import holding
 from .resume import BATCH, resume_path
+from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 
 
@@ -33,13 +34,13 @@ class NoUpdateError(RuntimeError):
 
 class CheckpointMixin:
     """
-    How a [`~qarl_trl.trainers.LowBitMixin`] saves and resumes; overrides the Trainer.
+    The part of a [`~qarl_trl.trainers.LowBitMixin`] that saves and resumes. It overrides methods of the Trainer.
 
     Attributes:
-        _incoming: The folder in which a checkpoint is being written, `None` at other times.
-        _identity: What identifies the run, for manifests.
+        _incoming: The folder in which a checkpoint is being written; `None` at other times.
+        _identity: The facts that identify the run in its manifests.
         _sampler: The sampler of the training set.
-        _base_folders: Folders that already hold the frozen base.
+        _base_folders: Folders into which this trainer has written the frozen base.
         _step_of_rollout: The optimizer step at which the current rollout batch was sampled.
     """
 
@@ -51,17 +52,17 @@ class CheckpointMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
-        As the Trainer's, but a call uses no weight sync and no rollout of an earlier call.
+        The Trainer's method. A call uses neither the rollout batch nor the weight sync of an earlier call.
 
         Args:
             resume_from_checkpoint: May also be `"true"` or `"auto"`, see [`resume_path`].
 
         Raises:
-            ValueError: if another run uses this `output_dir`.
-            NoUpdateError: if there was no update.
+            ValueError: if another run uses this `output_dir`, or the checkpoint cannot be resumed.
+            NoUpdateError: if the run ended without an update.
             RuntimeError: under DeepSpeed for a second call or a call after `evaluate`.
         """
-        # transformers would use a DeepSpeed engine that it has destroyed
+        # transformers would use the DeepSpeed engine of the earlier call, which it has destroyed.
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError("With DeepSpeed a trainer trains once, before any evaluate(). Resume in a new trainer.")
 
@@ -83,11 +84,8 @@ class CheckpointMixin:
         return output
 
     def _forget_earlier_call(self) -> None:
-        """Drop values that belong to other weights: an earlier call may have failed, and this one may resume."""
-        if self._samples:
-            self._step = 0
-            self._buffered_inputs = None
-            self._last_loaded_step = -1
+        """Drop what was made from other weights: an earlier call may have failed, and this one may resume."""
+        self._rollout_buffer.forget()
         if self.low_bit_store is not None:
             self.low_bit_store.forget()
 
@@ -95,81 +93,99 @@ class CheckpointMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
-        Write the low-bit checkpoint (with quantization off: what TRL writes).
+        Write the low-bit checkpoint. With quantization off, this writes what TRL writes.
 
-        With LoRA: the adapter, and in its sub-folder `low_bit/` the merged low-bit checkpoint. With a frozen base: the
-        adapter, which names the base: the run's checkpoint, or the base that the run quantized, in one `base/` folder
-        for all training checkpoints.
+        With LoRA, the folder gets the adapter, and its sub-folder `low_bit/` the merged low-bit checkpoint. With a
+        frozen base, it gets the adapter and a reference to the base. If this run quantized the base, all checkpoints
+        share one `base/`.
 
         Args:
             output_dir: The folder, by default `args.output_dir`.
         """
         path = Path(output_dir or self.args.output_dir)
         writes_checkpoint = self._incoming is not None
-        # Master weights or an adapter; the low-bit model then lies in a sub-folder.
-        has_more = writes_checkpoint or is_peft_model(self._unwrapped)
+        # Then `path` gets master weights or an adapter, and the low-bit model needs a folder of its own.
+        in_subfolder = writes_checkpoint or is_peft_model(self._unwrapped)
 
-        if has_more or not self.args.quantized:
+        if in_subfolder or not self.args.quantized:
             super().save_model(str(path), _internal_call=True)
-            share(path)
+            apply_umask(path)
 
         if self.args.frozen:
             self._save_base(path)
         elif self.args.quantized and (self.args.export_low_bit or not writes_checkpoint):
-            self._save_low_bit(path / LOW_BIT_FOLDER if has_more else path)
+            self._save_low_bit(path / LOW_BIT_FOLDER if in_subfolder else path)
 
     def _save_base(self, path: Path) -> None:
-        """
-        Write the name of the frozen base beside the adapter in `path`. If this run quantized the base, write that too,
-        once.
-        """
-        revision = None
+        """Write a reference to the frozen base beside the adapter in `path`, and the base if this run quantized it."""
         if self.args.from_checkpoint:
-            revision = (self.args.model_init_kwargs or {}).get("revision")
-            name = base_model(self._unwrapped).config._name_or_path
-            folder = Path(name).absolute()
-            if folder.is_dir():
-                name = str(folder)
+            self._name_base_checkpoint(path)
         else:
-            # Of all checkpoints of a run the base is the same, so it lies beside them.
-            name = str(Path("..", BASE_FOLDER)) if self._incoming else BASE_FOLDER
-            folder = (Path(self.args.output_dir) if self._incoming else path) / BASE_FOLDER
-            if folder not in self._base_folders:
-                self._save_low_bit(folder)
-                self._base_folders |= {folder}
+            self._save_quantized_base(path)
+
+    def _name_base_checkpoint(self, path: Path) -> None:
+        """Write a reference to the checkpoint that is the frozen base."""
+        revision = (self.args.model_init_kwargs or {}).get("revision")
+        name = base_model(self._unwrapped).config._name_or_path
+        folder = Path(name).absolute()
+        # A relative path would not be found from the adapter's folder.
+        if folder.is_dir():
+            name = str(folder)
 
         if self.args.should_save:
             name_base(path, name, revision, folder)
 
+    def _save_quantized_base(self, path: Path) -> None:
+        """Write the frozen base that this run quantized, but only once, and a reference to it. Collective."""
+        # A training checkpoint lies in `output_dir`. The base never changes, so all of them share the one beside them.
+        if self._incoming:
+            folder = Path(self.args.output_dir, BASE_FOLDER)
+            name = str(Path("..", BASE_FOLDER))
+        else:
+            folder = path / BASE_FOLDER
+            name = BASE_FOLDER
+
+        if folder not in self._base_folders:
+            self._save_low_bit(folder)
+            self._base_folders |= {folder}
+
+        if self.args.should_save:
+            name_base(path, name, None, folder)
+
     def _save_low_bit(self, path: Path) -> None:
-        """Write the low-bit model and its card, as the master weights are now. Collective."""
+        """Write the low-bit model and its card, from the master weights as they are now. Collective."""
         weights = iter_low_bit_weights(self._unwrapped, self._gather_params)
         if self.args.should_save:
             save_low_bit(self._unwrapped, self.processing_class, path, weights=weights)
-            repository = self._frozen_base if self.args.frozen and self.hub_model_id else self.hub_model_id
+            repository = self.hub_model_id
+            # A frozen base has a repository of its own, beside the adapter's.
+            if self.args.frozen and repository:
+                repository = self._frozen_base
             write_card(path, repository, **training_facts(self))
         else:
-            for _ in weights:  # take part in the gathers
+            # The other processes must take part in each gather.
+            for _ in weights:
                 pass
         self.accelerator.wait_for_everyone()
 
     # Training checkpoints --------------------------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
+        """The folder in which the Trainer makes its folder of a checkpoint."""
         return str(self._incoming or self.args.output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """
-        As the Trainer's, but into a temporary folder, which is renamed at the end. Old checkpoints are rotated after
-        the rename.
+        The Trainer's method. It writes into a temporary folder, renames that at the end, and only then deletes old
+        checkpoints.
         """
         output_dir = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
         incoming = output_dir / INCOMING
 
-        # The rest of a rollout batch needs the same micro-batch size; between two rollout batches it may change.
+        # The rest of a rollout batch needs the same micro-batches. Between two rollout batches they may change.
         facts = dict(self._identity)
-        if not self._in_rollout_batch:
+        if not self._rollout_buffer.in_batch:
             facts = {key: value for key, value in facts.items() if key not in BATCH}
 
         try:
@@ -195,20 +211,23 @@ class CheckpointMixin:
 
     def _save_rng_state(self, output_dir: str) -> None:
         """
-        As the Trainer's. Also saves the completions, log-probs and advantages of a rollout batch that is not used up.
+        The Trainer's method. It also saves the completions, log-probs and advantages of a rollout batch that is not
+        used up.
         """
         super()._save_rng_state(output_dir)
-        if self._samples:
-            batches = self._buffered_inputs if self._in_rollout_batch else None
-            torch.save((self._step, self._step_of_rollout, batches), self._rollout_file(output_dir))
+        if self._rollout_buffer.exists:
+            step, micro_batches = self._rollout_buffer.dump()
+            torch.save((step, self._step_of_rollout, micro_batches), self._rollout_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str) -> None:
-        """As the Trainer's. Also loads a rollout batch that is not used up."""
+        """The Trainer's method. It also loads a rollout batch that is not used up."""
         super()._load_rng_state(checkpoint)
-        if self._samples:
+        if self._rollout_buffer.exists:
             file = self._rollout_file(checkpoint)
             stored = torch.load(file, map_location=self.accelerator.device, weights_only=True)
-            self._step, self._step_of_rollout, self._buffered_inputs = stored
+            step, step_of_rollout, micro_batches = stored
+            self._step_of_rollout = step_of_rollout
+            self._rollout_buffer.load(step, micro_batches)
 
     def _any_process(self, flag: bool) -> bool:
         """Whether `flag` is set on any process. All processes must call this."""
@@ -216,35 +235,31 @@ class CheckpointMixin:
         return bool(flags.any())
 
     @property
-    def _samples(self) -> bool:
-        """Whether the trainer samples rollout batches, and uses each for several updates."""
-        return hasattr(self, "_buffered_inputs")
-
-    @property
-    def _in_rollout_batch(self) -> bool:
-        """Whether the current rollout batch is not used up."""
-        if not self._samples:
-            return False
-        return self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+    def _rollout_buffer(self) -> RolloutBuffer:
+        """TRL's buffer of completions in this trainer."""
+        return RolloutBuffer(self)
 
     def _rollout_file(self, folder: str) -> Path:
+        """The file of this process's rollout batch in a checkpoint."""
         return Path(folder) / f"rollout_{self.args.process_index}.pt"
 
     # Resuming --------------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's method. It keeps the sampler for [`_run_epoch`]."""
         self._sampler = super()._get_train_sampler(*args, **kwargs)
         return self._sampler
 
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
-        """As the Trainer's, but a resumed epoch keeps TRL's order of prompts, and a complete run trains nothing."""
+        """The Trainer's method. A resumed epoch keeps TRL's order of prompts, and a complete run trains nothing."""
+        # The Trainer checks this only after a step, so it would train a resumed complete run for one step more.
         if self.state.global_step >= self.state.max_steps:
-            return  # the Trainer checks this after a step, so a resumed complete run would train one more
+            return
 
         sampler = self._sampler
         if isinstance(sampler, RepeatSampler) and sampler.shuffle:
-            # TRL's sampler draws one permutation per epoch from a generator that no checkpoint holds. Seed it again
-            # and drop one permutation for each earlier epoch: then it draws the permutation of this epoch.
+            # TRL's sampler draws one permutation per epoch, from a generator that is in no checkpoint. Seed it again
+            # and draw the permutations of all earlier epochs: the next one is that of this epoch.
             sampler.generator.manual_seed(sampler.seed)
             for _ in range(epoch):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
@@ -252,8 +267,8 @@ class CheckpointMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """
-        As the Trainer's, except for MoE models and models of several parts, which `save_pretrained` stores under other
-        names.
+        The Trainer's method, but for two kinds of models that `save_pretrained` stores under other names than the
+        model has: those with experts and those of several parts, such as a vision tower and a language model.
         """
         module = self._unwrapped
         # FSDP, DeepSpeed and peft write the files by the model's own names.
@@ -269,7 +284,7 @@ class CheckpointMixin:
             self.low_bit_store.forget()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """As the Trainer's, but a missing weight is an error: training would continue from other values."""
+        """The Trainer's method. A missing weight is an error here: training would continue from other values."""
         super()._issue_warnings_after_load(load_result)
         missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
         if missing:

@@ -1,4 +1,4 @@
-"""Handle a scheduler's signal: finish the step, save a checkpoint, and exit."""
+"""Stop a run when its scheduler sends a signal: finish the step, save a checkpoint, and exit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = get_logger(__name__)
 
 class StopOnSignal(TrainerCallback):
     """
-    After SIGTERM or SIGUSR1 to any process: finish the step, save, and exit with `EXIT_CODE`.
+    After SIGTERM or SIGUSR1 to any process, all processes finish the step, save, and exit with `EXIT_CODE`.
 
     Args:
-        agree: Returns whether its argument is true in any process. All processes call it at the same places.
+        agree: Returns whether its argument is true in any process. It is collective: all processes must call it.
 
     Attributes:
         received: Whether this process got a signal.
@@ -51,31 +51,31 @@ class StopOnSignal(TrainerCallback):
 
     def _receive(self, number: int, _: Any) -> None:
         """Note the signal for the end of the step."""
-        # A reward function's fork has this handler too. The signal must end it.
+        # A process that a reward function forked has this handler too. There the signal must end the process.
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.received = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ask for a checkpoint."""
+        """Ask for a checkpoint if any process got a signal."""
         if self._agree(self.received):
             control.should_save = True
 
-    # A signal may come during an evaluation.
+    # A signal may also come during an evaluation, which follows the end of the step.
     on_evaluate = on_step_end
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Exit, also after the last step."""
-        # The Trainer saves after the last step too. A run that is complete then exits with this code as well, and its
-        # next start trains nothing.
+        """Exit, now that the checkpoint is complete."""
+        # The Trainer also saves after the last step. A run that is complete exits with the same code then, so it is
+        # started once more, and trains nothing.
         if self._agree(self.received):
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)
 
 
 def _unhandled_signals() -> list[signal.Signals]:
-    """The signals that nobody handles yet, and that this thread may handle."""
+    """The signals in `SIGNALS` without a handler; none if this thread may not set handlers."""
     # Python allows handlers only in the main thread.
     if threading.current_thread() is not threading.main_thread():
         return []

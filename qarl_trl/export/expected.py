@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ..quant.experts import PROJECTIONS, expert_modules, has_known_layout, layer_names
-from ..quant.names import checkpoint_renaming
+from ..quant.names import architecture_name, architecture_of, checkpoint_renaming
 from ..quant.quantize import meta_tensors
 from ..quant.scheme import MASTER_CAST_DTYPE, scheme_for
 
@@ -123,15 +122,14 @@ def _model_without_weights(config: PretrainedConfig) -> nn.Module:
     config = copy.deepcopy(config)
     vars(config).pop("quantization_config", None)
     # The class that wrote the file; a config alone may belong to a model with or without its vision tower.
-    class_name = (config.architectures or [""])[0]
-    architecture = getattr(transformers, class_name, None)
+    architecture = architecture_of(config)
 
     with torch.device("meta"):
         if architecture is not None:
             return architecture(config).to(MASTER_CAST_DTYPE)
         if type(config) in AutoModelForCausalLM._model_mapping:
             return AutoModelForCausalLM.from_config(config, dtype=MASTER_CAST_DTYPE)
-    raise UnknownTensorsError(f"transformers has no model {class_name!r}")
+    raise UnknownTensorsError(f"transformers has no model {architecture_name(config)!r}")
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -164,12 +164,12 @@ def _sample(file: Path) -> bytes:
     return data[: steps * step].reshape(steps, step)[:, :_SAMPLE_BYTES].tobytes()
 
 
-def share(folder: Path) -> None:
+def apply_umask(folder: Path) -> None:
     """
-    Give a folder's weight files the permissions of the umask, as all other files have them.
+    Give a folder's weight files the permissions that the umask says, as all other files have them.
 
     Args:
-        folder: Its own files are changed, those of sub-folders are not.
+        folder: Only files directly in it are changed, not those of sub-folders.
     """
     # safetensors 0.8 ignores the umask and lets only the owner read its files.
     mode = 0o666 & ~_umask()

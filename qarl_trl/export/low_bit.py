@@ -30,7 +30,7 @@ from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.shards import shape_of
 from ..quant.store import iter_low_bit_weights
-from .files import flush, share
+from .files import apply_umask, flush
 
 
 # Router classes, named as in compressed-tensors (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
@@ -144,7 +144,7 @@ def save_low_bit(
         folder = Path(scratch)
         save_torch_state_dict(state_dict, folder, max_shard_size="5GB", metadata={"format": "pt"})
         _save_configs(base_model(model), tokenizer, quant_config, folder)
-        share(folder)
+        apply_umask(folder)
         flush(folder)
         _move_into_place(folder, path)
     return path
@@ -165,8 +165,7 @@ def check_target(path: str | os.PathLike) -> None:
     if precious:
         raise ValueError(
             f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which the low-bit model "
-            "would "
-            "overwrite. Use another."
+            "would overwrite. Use another."
         )
 
 

@@ -65,7 +65,8 @@ def repository_of(args: Any) -> str:
     Open the repository of a run, see [`open_repo`].
 
     Args:
-        args: Settings of the run, a `QaRLConfig`. Without `hub_model_id` the repository has the name of `output_dir`.
+        args: Settings of the run, a config with `LowBitConfig`. Without `hub_model_id` the repository has the name of
+            `output_dir`.
 
     Returns:
         The repository's full name.

@@ -1,4 +1,4 @@
-"""The half of [`~qarl_trl.QaRLTrainer`] that writes model cards and pushes to the Hub."""
+"""How a low-bit trainer writes model cards and pushes to the Hub."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ADAPTER_CARD = Path(__file__).with_name("adapter.md")
 
 class SharingMixin:
     """
-    The model card and the push of [`QaRLTrainer`], which override `GRPOTrainer`.
+    The part of a [`~qarl_trl.trainers.LowBitMixin`] that writes the model card and pushes to the Hub.
 
-    With quantization off the card is TRL's.
+    It overrides methods of TRL's trainer and the Trainer. With quantization off, the card is TRL's.
     """
 
     def create_model_card(
@@ -33,7 +33,7 @@ class SharingMixin:
         Write the low-bit model's card; with a frozen base TRL's card of the adapter, and how to load both.
 
         Args:
-            model_name: For TRL's card. The low-bit model's card has the name of its repository or folder.
+            model_name: For TRL's card. A low-bit model's card is named after its repository or folder.
             dataset_name: Hub id of the training data.
             tags: More tags.
         """
@@ -72,20 +72,20 @@ class SharingMixin:
             kwargs: Arguments of `create_model_card`.
 
         Returns:
-            What the Hub says of the commit; `None` in the other processes.
+            The Hub's answer to the commit; `None` in the other processes.
 
         Raises:
-            OSError: if the Hub cannot be reached or refuses. The model is saved then.
+            OSError: if the Hub cannot be reached or refuses. The model has been saved by then.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        # Before any request to the Hub, so that nothing is lost if that fails.
+        # Saved before any request to the Hub, so that nothing is lost if one fails.
         self.save_model()
         if not self.is_world_process_zero():
             return None
 
         if not self.hub_model_id:
             self.hub_model_id = repository_of(self.args)
-        # Again: the card of `save_model` has nothing of `kwargs`, and not the name of a repository that is new.
+        # Written again, because the card of `save_model` lacks `kwargs`, and the name of a new repository.
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
 
         replaced: dict[str, bytes] = {}
@@ -107,7 +107,7 @@ class SharingMixin:
 
     def _adapter_config(self, base: str) -> bytes:
         """The adapter's configuration for the Hub, where it names the base's repository."""
-        # On this machine it names the base's folder, so that neither place needs the other.
+        # The file on this machine names the base's folder, so the files here and those on the Hub are independent.
         config = json.loads(Path(self.args.output_dir, ADAPTER_CONFIG).read_text())
         config["base_model_name_or_path"] = base
         config["revision"] = self.args.hub_revision
@@ -122,8 +122,8 @@ class SharingMixin:
 
     @property
     def _frozen_base(self) -> str:
-        """The name that loads the frozen base."""
-        # A base that was a checkpoint before the run keeps its name: the run publishes only what it made.
+        """The name by which the frozen base can be loaded."""
+        # The run pushes only what it made. A base that was there before keeps its name.
         if self.args.from_checkpoint:
             return base_facts(base_model(self._unwrapped).config._name_or_path)["base"]
         if self.hub_model_id:
@@ -132,7 +132,7 @@ class SharingMixin:
 
     @property
     def _model_output(self) -> Path:
-        """The folder of the model to share: of all that a run with an adapter writes, its merged low-bit model."""
+        """The folder of the model to push. A run with an adapter pushes its merged low-bit model only."""
         beside_adapter = self.args.quantized and not self.args.frozen and is_peft_model(self._unwrapped)
         return Path(self.args.output_dir, LOW_BIT_FOLDER if beside_adapter else "")
 

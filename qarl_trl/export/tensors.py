@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from ..quant.quantize import compressor_of
 from .expected import Layouts, UnknownTensorsError, model_tensors
 from .files import tensor_shapes
 
@@ -186,9 +184,7 @@ def _check_layer(folder: Path, layer: str, layouts: Layouts, stored: Mapping[str
 
 def _needed_names(scheme: QuantizationScheme) -> tuple[str, ...]:
     """Local names of the tensors without which a layer cannot be decompressed."""
-    stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
-    compressor = BaseCompressor.get_value_from_registry(stored_as.value)
-    return compressor.compression_param_names(scheme)
+    return compressor_of(scheme).compression_param_names(scheme)
 
 
 def _stored_size(folder: Path, layer: str, stored: Mapping[str, StoredTensor]) -> tuple[int, int]:

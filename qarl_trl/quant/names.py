@@ -1,14 +1,15 @@
-"""Checkpoint names of modules and parameters, without the parts that activation checkpointing and peft add."""
+"""What a checkpoint calls modules and parameters, which class a config names, which adapters a model has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import transformers
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
@@ -21,6 +22,41 @@ def plain_name(name: str) -> str:
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """The transformers model: `model` itself, or what a `PeftModel` wraps."""
     return model.get_base_model() if is_peft_model(model) else model
+
+
+def adapter_configs(model: str | nn.Module, peft_config: Any) -> list[Any]:
+    """
+    The configurations of the adapters that a run has or will have.
+
+    Args:
+        model: The trainer's model, or its name. A `PeftModel` has adapters already.
+        peft_config: The trainer's argument, by which it adds an adapter; `None` adds none.
+
+    Returns:
+        A list of `peft.PeftConfig`, the new adapter first; often empty.
+    """
+    present: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    configs = [peft_config, *present.values()]
+    return [config for config in configs if config]
+
+
+def architecture_name(config: PretrainedConfig) -> str:
+    """The name of the class that wrote a model's config; empty if the config has none."""
+    names = config.architectures or [""]
+    return names[0]
+
+
+def architecture_of(config: PretrainedConfig) -> Any | None:
+    """
+    The class of transformers that a config names.
+
+    Args:
+        config: The model's config.
+
+    Returns:
+        The class, or `None` if transformers does not have it: a checkpoint may bring code of its own.
+    """
+    return getattr(transformers, architecture_name(config), None)
 
 
 def checkpoint_names(model: nn.Module) -> Callable[[str], str | None]:

@@ -12,9 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from compressed_tensors.compressors import compress_module
+from compressed_tensors.compressors import BaseCompressor, compress_module
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationScheme, initialize_module_for_quantization
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor, nn
@@ -130,6 +132,18 @@ def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[st
         groups = tensors["weight_scale"].shape[1]
         tensors["weight_zero_point"] = torch.empty((words, groups), dtype=torch.int32, device="meta")
     return tensors
+
+
+def compressor_of(scheme: QuantizationScheme) -> Any:
+    """
+    The class of compressed-tensors that compresses and decompresses weights of a scheme.
+
+    Args:
+        scheme: A scheme of a checkpoint.
+    """
+    # Checkpoints of older versions of compressed-tensors have no format in their groups.
+    stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
+    return BaseCompressor.get_value_from_registry(stored_as.value)
 
 
 @torch.no_grad()

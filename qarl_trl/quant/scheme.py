@@ -224,7 +224,7 @@ def resolve_config(config: QuantizationConfig) -> QuantizationConfig:
 
 def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Sequence[str]) -> QuantizationConfig:
     """
-    A plan with one scheme for all targets, as the scheme fields of `QaRLConfig` give it.
+    A plan with one scheme for all targets, as the scheme fields of `LowBitConfig` give it.
 
     Args:
         scheme: The scheme.

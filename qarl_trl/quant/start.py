@@ -16,19 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from .convert import apply_quantization, quantized_modules
 from .gemm import GemmChoice, plain_gemm
-from .quantize import LowBitWeight, meta_tensors, quantize_weight
+from .names import architecture_of
+from .quantize import LowBitWeight, compressor_of, meta_tensors, quantize_weight
 from .scheme import MASTER_CAST_DTYPE, scheme_for
 
 
@@ -164,9 +161,7 @@ class QuantizedSource:
     def _decompressed(self, layer: str) -> dict[str, Tensor]:
         """The tensors of a layer as compressed-tensors decompresses them, among them `weight`."""
         scheme = self.layers[layer]
-        # Checkpoints of older versions of compressed-tensors have no format in their groups.
-        stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
-        compressor = BaseCompressor.get_value_from_registry(stored_as.value)
+        compressor = compressor_of(scheme)
         stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
 
         if "weight_shape" in stored:
@@ -263,8 +258,7 @@ def load_master_weights(
     # would say that they are quantized.
     vars(config).pop("quantization_config", None)
     if architecture is None:
-        known = (config.architectures or [""])[0]
-        architecture = getattr(transformers, known, transformers.AutoModelForCausalLM)
+        architecture = architecture_of(config) or AutoModelForCausalLM
     # `AutoConfig` keeps this argument for itself.
     settings["trust_remote_code"] = kwargs.get("trust_remote_code", False)
 

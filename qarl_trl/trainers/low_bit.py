@@ -171,8 +171,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         """Make low-bit weights again, and let TRL sync the engine before it samples, also within an optimizer step."""
         if self.low_bit_store is not None:
             self.low_bit_store.forget()
-        if hasattr(self, "_last_loaded_step"):
-            self._last_loaded_step = -1
+        self._rollout_buffer.force_sync()
 
     # Accelerate and the Trainer --------------------------------------------------------------------------------------
 

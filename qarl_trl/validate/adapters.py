@@ -1,39 +1,21 @@
-"""Check adapters: their low-bit weights must be those that the engine multiplies by."""
+"""Check adapters: learner and engine must both compute what the adapter says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from .. import _compat
+from .types import RunSettings
 
 
-# vLLM serves no adapter with these: it refuses the first, and ignores the others in silence, so that the engine would
-# sample from another policy.
+# vLLM serves no adapter with these settings. It refuses the first, and silently ignores the others, so that the engine
+# would sample from another policy.
 NOT_SERVED = ("modules_to_save", "rank_pattern", "alpha_pattern")
 
 
-def adapters_of(model: str | nn.Module, given: Mapping[str, Any]) -> list[Any]:
+def check_adapter(config: Any, args: RunSettings) -> None:
     """
-    The configurations of a run's adapters.
-
-    Args:
-        model: The trainer's model, or its name. A `PeftModel` has adapters already.
-        given: All arguments of the trainer by name. With a `peft_config` the trainer will add an adapter.
-
-    Returns:
-        A list of `peft.PeftConfig`, often empty.
-    """
-    present = getattr(model, "peft_config", None) or {}
-    configs = [given.get("peft_config"), *present.values()]
-    return [config for config in configs if config]
-
-
-def check_adapter(config: Any, args: Any) -> None:
-    """
-    Refuse an adapter that has no merged weight to quantize, and settings that do not work with adapters.
+    Refuse an adapter without a merged weight that could be quantized, and settings that do not work with adapters.
 
     Args:
         config: A `peft.PeftConfig`.
@@ -41,7 +23,7 @@ def check_adapter(config: Any, args: Any) -> None:
 
     Raises:
         ImportError: if the installed peft is an untested version.
-        ValueError: otherwise.
+        ValueError: if the adapter or the settings do not fit.
     """
     from ..quant.lora import check_lora_config  # imports peft, which is optional
 

@@ -1,21 +1,21 @@
-"""Check the settings and arguments of a trainer, without the model's files and the data's rows."""
+"""Check the settings and arguments of a trainer, without reading the model's files or the data's rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers.utils import is_bitsandbytes_available
 
 from ..export import LOW_BIT_FOLDER, check_target
 from ..export.files import BASE_FOLDER
+from ..quant.names import adapter_configs
 from ..trainers.settings import LowBitConfig
-from .adapters import adapters_of, check_adapter
+from .adapters import check_adapter
 from .layers import check_plan
 from .placement import check_placement
 from .rollouts import check_processes
+from .types import RunSettings, TrainerArguments
 
 
 # Optimizers of bitsandbytes begin with these.
@@ -24,14 +24,14 @@ BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 
 
-def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> None:
+def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """
     The checks of [`check_run`] that read neither the model's files nor the data.
 
     Args:
         model: The trainer's model, or its name.
         args: Settings of the run, a config with `LowBitConfig`.
-        given: All arguments of the trainer by name.
+        trainer_arguments: All arguments of the trainer by name.
 
     Raises:
         TypeError: if `args` is no config with `LowBitConfig`.
@@ -42,18 +42,19 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         raise TypeError(
             f"args must be a config with LowBitConfig (for QaRLTrainer a QaRLConfig), got {type(args).__name__}."
         )
-    check_processes(args, given)
+    check_processes(args, trainer_arguments)
     _check_optimizer(args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
 
-    _check_loading(args, given)
+    _check_loading(args, trainer_arguments)
     check_placement(args)
-    if args.frozen and not (isinstance(model, str) and given.get("peft_config")):
+    peft_config = trainer_arguments.get("peft_config")
+    if args.frozen and not (isinstance(model, str) and peft_config):
         raise ValueError("lora_base='frozen' needs peft_config, and the name of a model: it never loads whole.")
 
-    adapters = adapters_of(model, given)
+    adapters = adapter_configs(model, peft_config)
     for adapter in adapters:
         check_adapter(adapter, args)
     _check_targets(args, with_adapter=bool(adapters))
@@ -63,29 +64,30 @@ def check_arguments(model: str | nn.Module, args: Any, given: Mapping[str, Any])
         check_plan(plan, args)
 
 
-def _check_optimizer(args: Any) -> None:
+def _check_optimizer(args: RunSettings) -> None:
     """Refuse (`ImportError`) an optimizer of bitsandbytes where that is not installed."""
     # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
     if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
 
 
-def _check_loading(args: Any, given: Mapping[str, Any]) -> None:
+def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """Refuse (`ValueError`) arguments by which transformers would quantize the model while it loads."""
     loading = dict(args.model_init_kwargs or {})
-    # TRL adds this argument of the trainer to those by which it loads the model.
-    if given.get("quantization_config") is not None:
-        loading["quantization_config"] = given["quantization_config"]
+    # TRL loads the model with this argument of the trainer too.
+    quantization_config = trainer_arguments.get("quantization_config")
+    if quantization_config is not None:
+        loading["quantization_config"] = quantization_config
 
     for name in FOREIGN_QUANTIZATION:
         if loading.get(name):
             raise ValueError(f"{name} leaves no master weights. Remove it, or set quant_scheme='none'.")
 
 
-def _check_targets(args: Any, with_adapter: bool) -> None:
+def _check_targets(args: RunSettings, with_adapter: bool) -> None:
     """Refuse (`ValueError`) folders where the low-bit model would overwrite another model at the end of the run."""
     check_target(args.output_dir)
-    # With an adapter `output_dir` has the adapter, and the low-bit model is in a folder below.
+    # With an adapter, `output_dir` gets the adapter, and a sub-folder gets the low-bit model.
     if with_adapter:
         folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
         check_target(Path(args.output_dir, folder))

@@ -1,23 +1,23 @@
-"""Try all folders of a run before it does any work."""
+"""Check that a run can read and write its folders."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from ..checkpoints.lock import LOCK, holding
 from ..export import check_writable
 from ..export.files import tensor_shapes
+from .types import RunSettings
 
 
-def check_folders(model: str | nn.Module, args: Any) -> None:
+def check_folders(model: str | nn.Module, args: RunSettings) -> None:
     """
-    Try all folders that the run will write into or read its weights from.
+    Try to write into the folders that the run will write into, and to read the headers of its weight files.
 
     Args:
-        model: The model or its name. The files of a local folder are read as far as their headers.
+        model: The model or its name. Only a local folder has files to read.
         args: Settings of the run.
 
     Raises:
@@ -26,7 +26,7 @@ def check_folders(model: str | nn.Module, args: Any) -> None:
     """
     output_dir = Path(args.output_dir)
     check_writable(args.output_dir, "output_dir")
-    # A folder without the lock's file was never in use, and this check alone should not make one.
+    # A folder without the lock's file was never in use, and a mere check should not create that file.
     if (output_dir / LOCK).exists():
         with holding(output_dir):
             pass

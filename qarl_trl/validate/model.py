@@ -6,18 +6,20 @@ import copy
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from ..quant.names import architecture_of
+from .types import RunSettings
 
-def loading_arguments(args: Any) -> dict[str, Any]:
+
+def loading_arguments(args: RunSettings) -> dict[str, Any]:
     """The arguments of `from_pretrained` by which TRL loads the model of a run."""
-    # As in TRL, the field is a default, which `model_init_kwargs` may replace.
+    # As in TRL, `model_init_kwargs` may replace the field `trust_remote_code`.
     return {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
 
 
-def config_of(model: str | nn.Module, args: Any) -> PretrainedConfig:
+def config_of(model: str | nn.Module, args: RunSettings) -> PretrainedConfig:
     """
     The model's unquantized config, before it loads.
 
@@ -38,21 +40,7 @@ def config_of(model: str | nn.Module, args: Any) -> PretrainedConfig:
     return config
 
 
-def architecture_of(config: PretrainedConfig) -> Any | None:
-    """
-    The class of transformers that a config names.
-
-    Args:
-        config: The model's config.
-
-    Returns:
-        The class, or `None` if transformers does not have it: a checkpoint may bring code of its own.
-    """
-    names = config.architectures or [""]
-    return getattr(transformers, names[0], None)
-
-
-def skeleton(config: PretrainedConfig, args: Any) -> nn.Module:
+def skeleton(config: PretrainedConfig, args: RunSettings) -> nn.Module:
     """
     The model of a config, without weights: all parameters are on the meta device.
 

@@ -1,4 +1,4 @@
-"""Check on which devices a run places its model, and how it shards it."""
+"""Check on which devices a run places its model, and how it shards the model."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 from .. import _compat
 from ..quant.convert import check_shardable
 from .rollouts import uses_server
+from .types import RunSettings
 
 
-def check_placement(args: Any) -> None:
+def check_placement(args: RunSettings) -> None:
     """
     Refuse placements of the model that low-bit layers do not work with.
 
@@ -20,14 +21,16 @@ def check_placement(args: Any) -> None:
         ValueError: for a process with several GPUs, for FSDP1 or offloaded shards, and for schemes that cannot be
             sharded.
     """
-    # TRL's default is device_map="auto", and the Trainer's DataParallel: both take all GPUs that one process sees.
+    # By default TRL loads with device_map="auto", and the Trainer wraps the model in DataParallel. Both use all GPUs
+    # that the process sees.
     if args.n_gpu > 1:
         raise ValueError(f"A process needs one GPU, got {args.n_gpu}: use accelerate launch or CUDA_VISIBLE_DEVICES.")
 
     fsdp = _compat.fsdp_settings(args)
     zero3 = _compat.is_zero3(args)
 
-    # Only a colocated engine takes an adapter at each sync, and nothing of a frozen base is sharded.
+    # Only a colocated engine takes an adapter at each sync. Under FSDP2 each process has the whole base, and ZeRO-3
+    # would shard it.
     if args.frozen and (zero3 or uses_server(args)):
         raise ValueError(
             "lora_base='frozen' runs on one process, DDP or FSDP2, with vllm_mode='colocate'. Or use 'merged'."

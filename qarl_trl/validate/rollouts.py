@@ -1,35 +1,32 @@
 """What the settings say about rollouts, and checks of the engine's processes.
 
-Not every trainer of TRL has such settings: SFT has no rollouts at all. So other modules ask the functions here, and a
-configuration without `use_vllm` counts as one without an engine.
+Not every trainer of TRL has such settings: SFT has no rollouts at all. So ask `args.has_engine` or the functions here,
+before you read a setting of the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-
-def uses_engine(args: Any) -> bool:
-    """Whether vLLM samples the completions of a run with these settings."""
-    return getattr(args, "use_vllm", False)
+from .types import RunSettings, TrainerArguments
 
 
-def uses_server(args: Any) -> bool:
+def uses_server(args: RunSettings) -> bool:
     """Whether the engine is a server, in processes of its own."""
-    return uses_engine(args) and args.vllm_mode == "server"
+    return args.has_engine and args.vllm_mode == "server"
 
 
-def shares_engine(args: Any) -> bool:
+def shares_engine(args: RunSettings) -> bool:
     """Whether all processes must call the engine equally often, because they wait for each other at each call."""
-    if not uses_engine(args):
+    if not args.has_engine:
         return False
     # The first process asks a server for all, and the ranks of one engine compute together. Sleep drops the weights,
     # so the next call begins with a weight sync, in which all processes gather.
     return uses_server(args) or args.vllm_enable_sleep_mode or args.vllm_tensor_parallel_size > 1
 
 
-def prompts_per_rollout(args: Any) -> int | None:
+def prompts_per_rollout(args: RunSettings) -> int | None:
     """Number of different prompts in a rollout batch; `None` for a trainer without groups of completions."""
     generations = getattr(args, "num_generations", None)
     completions = getattr(args, "generation_batch_size", None)
@@ -38,13 +35,13 @@ def prompts_per_rollout(args: Any) -> int | None:
     return completions // generations
 
 
-def check_processes(args: Any, given: Mapping[str, Any]) -> None:
+def check_processes(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """
     Refuse an engine for several processes, or on a server, that would hang or fail late.
 
     Args:
         args: Settings of the run.
-        given: All arguments of the trainer by name.
+        trainer_arguments: All arguments of the trainer by name.
 
     Raises:
         ValueError: for a server without a folder for weights, for a server and images, and for tools with an engine
@@ -53,8 +50,8 @@ def check_processes(args: Any, given: Mapping[str, Any]) -> None:
     if uses_server(args) and args.sync_folder is None:
         raise ValueError("vllm_mode='server' needs sync_folder: weights go through files that both sides see.")
 
-    # Each process has its own number of turns, so one would wait for calls that the others never make.
-    has_turns = given.get("tools") or given.get("environment_factory")
+    # Processes need different numbers of turns, so one would wait for calls that the others never make.
+    has_turns = trainer_arguments.get("tools") or trainer_arguments.get("environment_factory")
     if has_turns and args.world_size > 1 and shares_engine(args):
         raise ValueError(
             "Tools with several processes need an engine for each that stays awake: vllm_mode='colocate', "
@@ -62,13 +59,13 @@ def check_processes(args: Any, given: Mapping[str, Any]) -> None:
         )
 
     if uses_server(args):
-        _check_text(given)
+        _check_text(trainer_arguments)
 
 
-def _check_text(given: Mapping[str, Any]) -> None:
+def _check_text(trainer_arguments: TrainerArguments) -> None:
     """Refuse (`ValueError`) data with images."""
     for name in ("train_dataset", "eval_dataset"):
-        for part in _parts(given.get(name)):
+        for part in _parts(trainer_arguments.get(name)):
             columns = getattr(part, "column_names", None) or ()
             images = {"image", "images"} & set(columns)
             if images:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -18,16 +15,19 @@ from .layers import check_layers
 from .memory import check_host_memory
 from .model import config_of
 from .source import find_source
+from .types import RunSettings, TrainerArguments
 
 
-def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> QuantizedSource | None:
+def check_run(
+    model: str | nn.Module, args: RunSettings, trainer_arguments: TrainerArguments
+) -> QuantizedSource | None:
     """
     Check the arguments of a trainer before TRL loads anything.
 
     Args:
         model: The trainer's model, or its name.
         args: Settings of the run, a config with `LowBitConfig`.
-        given: All arguments of the trainer by name. `qarl-trl serve`, which loads no master weights, gives none.
+        trainer_arguments: All arguments of the trainer by name; empty for `qarl-trl serve`, which loads no weights.
 
     Returns:
         The quantized checkpoint that the run starts from, or `None`.
@@ -36,35 +36,35 @@ def check_run(model: str | nn.Module, args: Any, given: Mapping[str, Any]) -> Qu
         TypeError: if `args` is no config with `LowBitConfig`.
         ImportError: if an optional package is missing, or has an untested version.
         OSError: if a folder cannot be written or the Hub cannot be pushed to.
-        ValueError: for everything else that would stop the run later, or make it train something else in silence.
+        ValueError: for everything else that would stop the run later, or silently make it train something else.
     """
-    check_arguments(model, args, given)
-    # Processes share the folders: a second one would meet the lock that the first holds while it tries it.
+    check_arguments(model, args, trainer_arguments)
+    # Only the first process: all share these folders, and a second one would find the lock taken.
     if args.process_index == 0:
         check_folders(model, args)
-    check_data(given, args)
+    check_data(trainer_arguments, args)
 
     source = find_source(model, args)
     config = config_of(model, args)
 
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
-        check_layers(config, plan, args, given.get("peft_config"))
+        check_layers(config, plan, args, trainer_arguments.get("peft_config"))
 
-    # A model that is given as a module is in memory already.
-    loads_master_weights = isinstance(model, str) and bool(given)
+    # A model that was passed as a module is in memory already.
+    loads_master_weights = isinstance(model, str) and bool(trainer_arguments)
     if loads_master_weights:
         check_host_memory(config, args)
 
-    # Last: it creates the repository, which a run that is refused must not do.
+    # This comes last because it creates the repository, which a run that is refused must not do.
     if args.push_to_hub and args.process_index == 0:
         repository_of(args)
     return source
 
 
-def _needs_layer_check(config: PretrainedConfig, args: Any) -> bool:
-    """Whether to quantize the model once without weights."""
-    # Such models take minutes to load, and only then would their layers be refused.
+def _needs_layer_check(config: PretrainedConfig, args: RunSettings) -> bool:
+    """Whether to try the quantization once on a model without weights."""
+    # These models take minutes to load. Without this check, their layers would be refused only after that.
     if args.frozen:
         return True
     return bool(args.quantized and num_experts(config))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from accelerate.logging import get_logger
 from transformers import PreTrainedModel
 
@@ -11,12 +9,13 @@ from ..quant.scheme import resolve_config
 from ..quant.start import QuantizedSource, quantized_source
 from .layers import check_plan
 from .model import loading_arguments
+from .types import RunSettings
 
 
 logger = get_logger(__name__)
 
 
-def find_source(model: str | PreTrainedModel, args: Any) -> QuantizedSource | None:
+def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSource | None:
     """
     Find the quantized checkpoint that the run starts from, and check it as a whole.
 
@@ -28,8 +27,8 @@ def find_source(model: str | PreTrainedModel, args: Any) -> QuantizedSource | No
         The checkpoint, or `None` for an unquantized model.
 
     Raises:
-        ValueError: if it is incomplete, if its schemes cannot run here, or if the settings do not fit: they need a
-            quantized model and this is none, or the other way round.
+        ValueError: if it is incomplete, if its schemes cannot run here, if the settings need a quantized model and
+            this is none, or the other way round.
     """
     name = model if isinstance(model, str) else model.config._name_or_path
     source = _quantized_source(model, name, args)
@@ -52,17 +51,17 @@ def find_source(model: str | PreTrainedModel, args: Any) -> QuantizedSource | No
                 f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint."
             )
         logger.warning(
-            f"{name} is quantized. Its weights are decompressed and quantized again, by quant_scheme="
-            f"{args.quant_name!r}; 'checkpoint' keeps its scheme."
+            f"{name} is quantized. Its weights are decompressed and quantized again, "
+            f"by quant_scheme={args.quant_name!r}; 'checkpoint' keeps its scheme."
         )
     return source
 
 
-def _quantized_source(model: str | PreTrainedModel, name: str, args: Any) -> QuantizedSource | None:
+def _quantized_source(model: str | PreTrainedModel, name: str, args: RunSettings) -> QuantizedSource | None:
     """The checkpoint of a name, if it is quantized and the run needs it."""
     if not name:
         return None
-    # A model that is loaded has its master weights already. Only quant_scheme="checkpoint" still reads its file.
+    # A loaded model has its master weights already. Its files are read only if they decide the scheme.
     if not (isinstance(model, str) or args.from_checkpoint):
         return None
     return quantized_source(name, **loading_arguments(args))

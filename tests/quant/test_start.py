@@ -19,7 +19,7 @@ from qarl_trl.quant.experts import QuantExperts
 from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
 from qarl_trl.quant.start import load_master_weights, quantized_source
-from qarl_trl.validate import find_source
+from qarl_trl.validate.source import find_source
 from quant.schemes import same_tensors
 
 

@@ -5,7 +5,9 @@ from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.validate import check_adapter, check_arguments, check_layers, config_of
+from qarl_trl.validate import check_arguments, config_of
+from qarl_trl.validate.adapters import check_adapter
+from qarl_trl.validate.layers import check_layers
 
 
 def lora(**changes):

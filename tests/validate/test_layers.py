@@ -5,7 +5,8 @@ from configs import config
 from peft import LoraConfig
 
 from qarl_trl.trainers.low_bit import quantize_policy
-from qarl_trl.validate import check_arguments, check_layers, config_of
+from qarl_trl.validate import check_arguments, config_of
+from qarl_trl.validate.layers import check_layers
 
 
 def check_layers_of(path, args):

@@ -5,7 +5,8 @@ import pytest
 from configs import config
 
 from qarl_trl import QaRLTrainer
-from qarl_trl.validate import available_memory, check_host_memory, check_run, config_of, memory, skeleton
+from qarl_trl.validate import check_run, config_of, memory, skeleton
+from qarl_trl.validate.memory import available_memory, check_host_memory
 
 
 def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, monkeypatch, tiny_model):

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from qarl_trl.validate import check_data, check_processes
+from qarl_trl.validate import check_data
+from qarl_trl.validate.rollouts import check_processes
 
 
 def settings(**changes):
     """The settings of a run on one process with an engine of its own."""
     of_one_process = {
         "world_size": 1,
-        "use_vllm": True,
+        "has_engine": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": False,
         "vllm_tensor_parallel_size": 1,
@@ -24,14 +25,14 @@ def settings(**changes):
 @pytest.mark.parametrize(
     "changes", [{"vllm_mode": "server"}, {"vllm_enable_sleep_mode": True}, {"vllm_tensor_parallel_size": 2}]
 )
-@pytest.mark.parametrize("given", [{"tools": [len]}, {"environment_factory": dict}])
-def test_tools_of_several_processes_need_an_engine_each(changes, given):
+@pytest.mark.parametrize("trainer_arguments", [{"tools": [len]}, {"environment_factory": dict}])
+def test_tools_of_several_processes_need_an_engine_each(changes, trainer_arguments):
     with pytest.raises(ValueError, match="Tools with several processes need an engine for each"):
-        check_processes(settings(world_size=2, **changes), given)
+        check_processes(settings(world_size=2, **changes), trainer_arguments)
 
     # Controls: one process, an engine for each, and no tools.
-    check_processes(settings(world_size=1, **changes), given)
-    check_processes(settings(world_size=2), given)
+    check_processes(settings(world_size=1, **changes), trainer_arguments)
+    check_processes(settings(world_size=2), trainer_arguments)
     check_processes(settings(world_size=2, **changes), {"tools": []})
 
 
@@ -55,7 +56,7 @@ def test_a_server_needs_a_folder():
 
 
 def test_a_trainer_without_settings_of_an_engine_has_no_rollouts_to_check():
-    without_engine = SimpleNamespace(world_size=2)
+    without_engine = SimpleNamespace(world_size=2, has_engine=False)
 
     check_processes(without_engine, {"tools": [len], "train_dataset": Dataset.from_dict({"image": ["b"]})})
     check_data({"train_dataset": Dataset.from_dict({"prompt": ["a"]})}, without_engine)

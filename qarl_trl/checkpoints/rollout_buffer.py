@@ -1,0 +1,74 @@
+"""TRL's buffer of completions, which a checkpoint must hold and a resumed run must find again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RolloutBuffer:
+    """
+    A trainer's current rollout batch, of which TRL trains one micro-batch after the other.
+
+    TRL has no public access to it. These are private attributes of its trainers (GRPO and RLOO in TRL 1.16), and no
+    other module should touch them:
+
+    - `_buffered_inputs`: the micro-batches of the rollout batch with their log-probs and advantages; `None` before the
+      first one.
+    - `_step`: number of micro-batches trained so far, by which TRL takes the next one from the buffer.
+    - `_last_loaded_step`: the optimizer step of the last weight sync; only with an engine.
+
+    SFT and DPO have none of them, because they sample nothing.
+
+    Args:
+        trainer: Any trainer of TRL.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def exists(self) -> bool:
+        """Whether the trainer samples rollout batches and trains on each for several micro-batches."""
+        return hasattr(self._trainer, "_buffered_inputs")
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether the trainer is in the middle of a rollout batch, so that its rest is still to be trained on."""
+        if not self.exists:
+            return False
+        per_batch = self._trainer.args.steps_per_generation * self._trainer.num_iterations
+        return self._trainer._step % per_batch != 0
+
+    def dump(self) -> tuple[int, Any]:
+        """
+        What a checkpoint must store.
+
+        Returns:
+            The number of micro-batches trained so far, and the micro-batches of the rollout batch: `None` between two
+            rollout batches, when nothing of the last one is needed again.
+        """
+        micro_batches = self._trainer._buffered_inputs if self.in_batch else None
+        return self._trainer._step, micro_batches
+
+    def load(self, step: int, micro_batches: Any) -> None:
+        """
+        Continue at the place of a checkpoint.
+
+        Args:
+            step: Number of micro-batches trained so far, from [`dump`].
+            micro_batches: The rollout batch, from [`dump`].
+        """
+        self._trainer._step = step
+        self._trainer._buffered_inputs = micro_batches
+
+    def forget(self) -> None:
+        """Sample a new rollout batch next, after a weight sync."""
+        if self.exists:
+            self.load(0, None)
+            self.force_sync()
+
+    def force_sync(self) -> None:
+        """Make TRL sync the engine before it samples again, even within the same optimizer step."""
+        # Trainers without an engine do not have it.
+        if hasattr(self._trainer, "_last_loaded_step"):
+            self._trainer._last_loaded_step = -1

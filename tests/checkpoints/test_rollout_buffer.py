@@ -1,0 +1,62 @@
+"""`qarl_trl.checkpoints.rollout_buffer` on its own; with trainers of TRL: test_saving.py, test_trainer_resume.py."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from qarl_trl.checkpoints.rollout_buffer import RolloutBuffer
+
+
+def trainer_at(step):
+    """What the buffer reads of a trainer with 3 x 2 micro-batches per rollout batch, after `step` of them."""
+    return SimpleNamespace(
+        args=SimpleNamespace(steps_per_generation=3),
+        num_iterations=2,
+        _step=step,
+        _buffered_inputs=["a", "b", "c"],
+        _last_loaded_step=4,
+    )
+
+
+@pytest.mark.parametrize(("step", "in_batch"), [(0, False), (1, True), (5, True), (6, False), (7, True)])
+def test_only_a_rollout_batch_that_is_not_used_up_is_stored(step, in_batch):
+    buffer = RolloutBuffer(trainer_at(step))
+
+    assert buffer.in_batch is in_batch
+    assert buffer.dump() == (step, ["a", "b", "c"] if in_batch else None)
+
+
+def test_another_trainer_continues_with_what_was_stored():
+    resumed = trainer_at(0)
+
+    RolloutBuffer(resumed).load(*RolloutBuffer(trainer_at(7)).dump())
+
+    assert vars(resumed) == vars(trainer_at(7))
+
+
+def test_a_forgotten_rollout_batch_is_sampled_again_after_a_sync():
+    trainer = trainer_at(7)
+
+    RolloutBuffer(trainer).forget()
+
+    assert (trainer._step, trainer._buffered_inputs, trainer._last_loaded_step) == (0, None, -1)
+
+
+def test_a_forced_sync_keeps_the_rollout_batch():
+    trainer = trainer_at(7)
+
+    RolloutBuffer(trainer).force_sync()
+
+    assert vars(trainer) == vars(trainer_at(7)) | {"_last_loaded_step": -1}
+
+
+def test_a_trainer_that_samples_nothing_gets_no_buffer():
+    trainer = SimpleNamespace()
+    buffer = RolloutBuffer(trainer)
+
+    buffer.forget()
+    buffer.force_sync()
+
+    assert not buffer.exists
+    assert not buffer.in_batch
+    assert not vars(trainer)
