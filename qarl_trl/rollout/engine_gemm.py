@@ -12,7 +12,7 @@ from ..quant.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, 
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import SchemeSupport, support_of
 from ._vllm_cpu import is_cpu_engine
-from .cpu import check_engine_cpu
+from .cpu_support import check_engine_cpu
 
 
 class EngineGemm(Gemm):

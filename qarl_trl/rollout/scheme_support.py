@@ -1,4 +1,4 @@
-"""What the engine can run: refuse early what vLLM would refuse late or compute differently from the learner."""
+"""Which schemes and models the engine can run: refuse early what vLLM would refuse late or compute differently from the learner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from ..cpu_exact.ops import has_engine_ops
 from ..quant.experts import QuantExperts
 from ..quant.scheme import SchemeSupport, gpu_generation, support_of
-from .cpu import check_engine_cpu
+from .cpu_support import check_engine_cpu
 
 
 if TYPE_CHECKING:
