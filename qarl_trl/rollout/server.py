@@ -69,8 +69,8 @@ class ServerClient(VLLMClient):
                 if time.monotonic() >= deadline:
                     raise ConnectionError(
                         f"No vLLM server answers at {self.base_url} after {total_timeout:g} s (vllm_server_timeout): "
-                        f"{error}. Start one with `qarl-trl serve --config RECIPE` and give its address as "
-                        "vllm_server_base_url."
+                        f"{error}. "
+                        "Start one with `qarl-trl serve --config RECIPE` and give its address as vllm_server_base_url."
                     ) from error
             time.sleep(retry_interval)
 
@@ -100,8 +100,8 @@ class ServerClient(VLLMClient):
             response = self.session.request(method, url, timeout=TIMEOUT, **kwargs)
         except requests.RequestException as error:
             raise ConnectionError(
-                f"The server at {self.base_url} died or hung up during {path}. Start it, and resume from the last "
-                "checkpoint."
+                f"The server at {self.base_url} died or hung up during {path}. "
+                "Start it, and resume from the last checkpoint."
             ) from error
 
         if response.status_code != 200:
@@ -166,9 +166,9 @@ class ServerClient(VLLMClient):
         if differing:
             words = [f"{name} must be {needed.get(name)!r}, got {facts.get(name)!r}" for name in differing[:3]]
             raise ValueError(
-                f"The server at {self.base_url} is not the engine of this run: {'; '.join(words)}. Start it with "
-                "`qarl-trl serve` and the recipe of this run, without data parallelism; it reads the model's files, "
-                "not model_init_kwargs."
+                f"The server at {self.base_url} is not the engine of this run: {'; '.join(words)}. "
+                "Start it with `qarl-trl serve` and the recipe of this run, without data parallelism; "
+                "it reads the model's files, not model_init_kwargs."
             )
         return all(state["version"] is None for state in states)
 
@@ -208,9 +208,9 @@ class ServerClient(VLLMClient):
         if self.version is None or versions != {self.version}:
             got = ", ".join(map(repr, versions))
             raise RuntimeError(
-                f"The server at {self.base_url} must hold version {self.version!r} of the weights, got {got}: it was "
-                "started again, a sync to it failed, or another run synced to it. Start it again, and resume from the "
-                "last checkpoint."
+                f"The server at {self.base_url} must hold version {self.version!r} of the weights, got {got}: "
+                "it was started again, a sync to it failed, or another run synced to it. "
+                "Start it again, and resume from the last checkpoint."
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -235,9 +235,9 @@ class SyncCheck:
             raise RuntimeError(_refusal(worst, syncs))
         if self.anchor is None and worst.limit == math.inf:
             logger.warning(
-                "verify_sync cannot tell whether the first sync reached the engine: the model answers almost as "
-                f"random weights do, and rounding alone moves its log-probs by {worst.noise_floor:.4f}. Watch "
-                "mismatch/logp_diff_mean."
+                "verify_sync cannot tell whether the first sync reached the engine: "
+                "the model answers almost as random weights do, "
+                f"and rounding alone moves its log-probs by {worst.noise_floor:.4f}. Watch mismatch/logp_diff_mean."
             )
 
         self._move_anchor(engine, learner, reading)
@@ -283,16 +283,16 @@ def _refusal(worst: Reading, syncs: int) -> str:
     """The message of a check that failed."""
     if worst.stale:
         cause = (
-            f"The engine is stale: it followed {100 * worst.followed:.0f} % of the learner's movement since the last "
-            "clear check."
+            "The engine is stale: "
+            f"it followed {100 * worst.followed:.0f} % of the learner's movement since the last clear check."
         )
     else:
         cause = (
-            f"At most {worst.limit:.4f} is expected. In some layers the engine does not hold the synced weights, or "
-            "it computes something else (scheme, rotary setting, attention variant)."
+            f"At most {worst.limit:.4f} is expected. In some layers the engine does not hold the synced weights, "
+            "or it computes something else (scheme, rotary setting, attention variant)."
         )
     return (
-        f"After sync {syncs} the engine's log-probs of the sync check prompt are {worst.logp_diff:.4f} nats per token "
-        f"from the learner's. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}}; verify_sync='off' skips this "
-        "check."
+        f"After sync {syncs} the engine's log-probs of the sync check prompt are "
+        f"{worst.logp_diff:.4f} nats per token from the learner's. {cause} "
+        "Try vllm_engine_kwargs={'enforce_eager': true}; verify_sync='off' skips this check."
     )

@@ -105,6 +105,6 @@ def _save_part(part: dict[str, Tensor], path: Path) -> None:
     except (OSError, SafetensorError) as error:
         sync_folder = str(path.parent.parent)
         raise RuntimeError(
-            f"The sync could not be written below sync_folder {sync_folder!r}: {error}. The server was not touched. "
-            "Make room, and resume from the last checkpoint."
+            f"The sync could not be written below sync_folder {sync_folder!r}: {error}. "
+            "The server was not touched. Make room, and resume from the last checkpoint."
         ) from error
