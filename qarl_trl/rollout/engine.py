@@ -141,7 +141,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
         """
-        The server's log-probs of a prompt, for [`~prompt_logps.engine_logps`]. All processes must call this together.
+        The server's log-probs of a prompt, for [`engine_logps`]. All processes must call this together.
 
         Args:
             token_ids: The prompt, `T` tokens.

@@ -16,6 +16,7 @@ from torch import Tensor
 from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
 
+from .prompt_logps import REQUEST
 from .server_guard import find_key
 from .sync_files import save_parts
 
@@ -245,7 +246,9 @@ class ServerClient(VLLMClient):
 
     def prompt_logps(self, token_ids: Sequence[int]) -> list[float]:
         """
-        The server's log-probs of a prompt's tokens after the first, at temperature 1.
+        The server's log-probs of a prompt's tokens after the first, at temperature 1, for the sync check.
+
+        The same request as that of [`engine_logps`] to a colocated engine, and the same answer as plain numbers.
 
         Args:
             token_ids: The prompt, `T` tokens.
@@ -253,16 +256,10 @@ class ServerClient(VLLMClient):
         Returns:
             `T - 1` log-probs in nats.
         """
-        body = {
-            "model": self.model,
-            "prompt": list(token_ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-        }
+        body = {"model": self.model, "prompt": list(token_ids), **REQUEST}
         (choice,) = self._post(f"{self.base_url}/v1/completions", json=body)["choices"]
 
-        # Each step maps tokens to log-probs. The first token has no prediction.
+        # Each step maps tokens to log-probs, and JSON has them as text. The first token has no prediction.
         steps = zip(choice["prompt_logprobs"][1:], token_ids[1:], strict=True)
         return [step[str(token)]["logprob"] for step, token in steps]
 

@@ -12,7 +12,7 @@ from qarl_trl import QaRLTrainer
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout import engine_settings
 from qarl_trl.rollout._vllm_lora import adapter_place
-from qarl_trl.rollout.engine import LowBitVLLMGeneration
+from qarl_trl.rollout.engine import LowBitVLLMGeneration, _read_to_the_end
 
 
 def generation(order, due=lambda number: True, sleep=False):
@@ -197,6 +197,52 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     # Control: outside of the loop it waits.
     engine.generate([[1]])
     assert len(gathered) == 1
+
+
+def some_weights(read):
+    """Three weights; `read` gets the names of those that were asked for."""
+    for name in ("a", "b", "c"):
+        read.append(name)
+        yield name, torch.zeros(1)
+
+
+def test_a_process_whose_send_failed_still_reads_all_weights():
+    """The other processes gather them together with this one."""
+    read = []
+    weights = some_weights(read)
+
+    with pytest.raises(ValueError, match="no memory"), _read_to_the_end(weights):
+        next(weights)
+        raise ValueError("no memory")
+    assert read == ["a", "b", "c"]
+
+    # Control: Ctrl-C stops at once.
+    read.clear()
+    weights = some_weights(read)
+    with pytest.raises(KeyboardInterrupt), _read_to_the_end(weights):
+        next(weights)
+        raise KeyboardInterrupt
+    assert read == ["a"]
+
+
+def test_a_process_that_sends_nothing_reads_all_weights():
+    read = []
+
+    with _read_to_the_end(some_weights(read)):
+        pass
+
+    assert read == ["a", "b", "c"]
+
+
+def test_the_error_of_a_send_stays_visible_if_reading_fails_too():
+    def broken():
+        raise KeyError("gather")
+        yield
+
+    with pytest.raises(KeyError, match="gather") as failure, _read_to_the_end(broken()):
+        raise ValueError("no memory")
+
+    assert isinstance(failure.value.__context__, ValueError)
 
 
 # Settings -------------------------------------------------------------------------------------------------------
