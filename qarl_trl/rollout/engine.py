@@ -35,7 +35,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
     TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" `qarl-trl serve` started it.
 
     Args:
-        model: The learner's model, after `apply_quantization`.
+        model: The learner's model; in a low-bit run after `apply_quantization`.
         args: TRL's other arguments.
         quantization_config: compressed-tensors' config for the engine; without it the engine runs in bfloat16.
         engine_kwargs: More arguments of `vllm.LLM`.
