@@ -36,7 +36,7 @@ $(STAMP): requirements/cpu.txt pyproject.toml
 
 # Whether vLLM's CPU engine runs here, asked before anything is downloaded. Without it `make test` still tests the rest.
 engine:
-	@$(PYTHON) -I qarl_trl/rollout/cpu.py $(CPUINFO) $(SCHEME)
+	@$(PYTHON) -I qarl_trl/rollout/cpu_support.py $(CPUINFO) $(SCHEME)
 
 real-model benchmarks: SCHEME := W4A16
 

@@ -29,14 +29,14 @@ from transformers import (
 )
 
 from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
-from qarl_trl.rollout import cpu
+from qarl_trl.rollout import cpu_support
 
 
 # One arithmetic for tests and engines, set before anything is computed.
 choose_arithmetic()
 # Why vLLM's CPU engine, or its 4-bit kernel, does not run here; `None` where it does.
-NO_ENGINE = cpu.why_no_engine(cpu.cpu_flags(), platform.machine())
-NO_FOUR_BITS = cpu.why_no_engine(cpu.cpu_flags(), platform.machine(), four_bits=True)
+NO_ENGINE = cpu_support.why_no_engine(cpu_support.cpu_flags(), platform.machine())
+NO_FOUR_BITS = cpu_support.why_no_engine(cpu_support.cpu_flags(), platform.machine(), four_bits=True)
 CHARACTERS = " 0123456789+-*=();#abcdefghijklmnopqrstuvwxyz\n"
 KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # biases in q, k, v; no head_dim of its own
@@ -141,7 +141,7 @@ def starts_engine(item):
 def cpu_of_settings(request, monkeypatch):
     """Where an engine does not run, settings and refusals are tested as on a CPU where it does."""
     if not starts_engine(request.node):
-        monkeypatch.setattr(cpu, "why_no_engine", lambda *_: None)
+        monkeypatch.setattr(cpu_support, "why_no_engine", lambda *_: None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -45,7 +45,7 @@ from warm_start import STEPS, warm_start
 
 from qarl_trl import QaRLConfig, QaRLTrainer, cli
 from qarl_trl.processes import in_fresh_process
-from qarl_trl.rollout.cpu import check_engine_cpu, cpu_flags, why_no_engine
+from qarl_trl.rollout.cpu_support import check_engine_cpu, cpu_flags, why_no_engine
 from qarl_trl.tools.evaluate.sample import start_engine
 
 

@@ -104,7 +104,7 @@ class StepClock(TrainerCallback):
             rollout = self._engine.rollout_seconds
             sync = self._engine.sync_seconds
 
-        if rollout and self._engine.num_syncs:  # in this step, or in an evaluation just before it
+        if rollout and self._engine.num_syncs:  # a step whose rollout had a sync
             self._log("sync/bytes", float(self._engine.synced_bytes))
             for name, share in self._flips().items():
                 self._log(name, share)

@@ -30,6 +30,13 @@ def keep_block_scales() -> None:
     os.environ[BLOCK_SCALES] = "0"
 
 
+def choose_master_port() -> None:
+    """Let the engine's process group meet at a free port. By default two runs would race for TRL's four ports."""
+    from vllm.utils.network_utils import get_open_port
+
+    os.environ.setdefault("MASTER_PORT", str(get_open_port()))
+
+
 @contextmanager
 def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
     """
@@ -178,8 +185,8 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     missing = loaded.missing(tied)
     if missing:
         raise RuntimeError(
-            f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: the synced stream does "
-            "not have them. The engine would answer from a mix of old and new weights."
+            f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: "
+            "the synced stream does not have them. The engine would answer from a mix of old and new weights."
         )
 
 

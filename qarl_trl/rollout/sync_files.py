@@ -96,7 +96,8 @@ def _part_path(folder: Path, number: int) -> Path:
 def _save_part(part: dict[str, Tensor], path: Path) -> None:
     """Write a file of a sync with the mode that the umask allows. `RuntimeError` if it cannot be written."""
     try:
-        # Of a file that was made as usual.
+        # The mode of a file that was made as usual. (`export/files.py` asks for the umask, because its files exist
+        # already. Nothing is shared: neither folder may import the other.)
         path.touch()
         mode = path.stat().st_mode
         save_file(part, path)
@@ -105,6 +106,6 @@ def _save_part(part: dict[str, Tensor], path: Path) -> None:
     except (OSError, SafetensorError) as error:
         sync_folder = str(path.parent.parent)
         raise RuntimeError(
-            f"The sync could not be written below sync_folder {sync_folder!r}: {error}. The server was not touched. "
-            "Make room, and resume from the last checkpoint."
+            f"The sync could not be written below sync_folder {sync_folder!r}: {error}. "
+            "The server was not touched. Make room, and resume from the last checkpoint."
         ) from error

@@ -109,8 +109,8 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     """
     from ..export import quantization_config
     from ..rollout._vllm import keep_block_scales
-    from ..rollout.engine import low_bit_settings
-    from ..rollout.support import default_engine_kwargs
+    from ..rollout.engine_settings import low_bit_settings
+    from ..rollout.scheme_support import default_engine_kwargs
     from ..trainers.low_bit import quantize_policy
     from ..validate import check_run, config_of, skeleton
 

@@ -28,7 +28,7 @@ from ..quant.start import QuantizedSource, load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import GEMMS
-from ..rollout.support import default_engine_kwargs
+from ..rollout.scheme_support import default_engine_kwargs
 from ..rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
 from ..validate import check_head, check_run
 from .settings import LowBitConfig

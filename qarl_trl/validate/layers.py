@@ -15,7 +15,7 @@ from ..quant.experts import QuantExperts
 from ..quant.layer import LowBitLayer
 from ..rollout._vllm_lora import engine_rank
 from ..rollout.engine_gemm import GEMMS
-from ..rollout.support import check_engine
+from ..rollout.scheme_support import check_engine
 from .model import skeleton
 from .types import RunSettings
 

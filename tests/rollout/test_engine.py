@@ -10,8 +10,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.rollout import engine as rollout_engine
+from qarl_trl.rollout import engine_settings
 from qarl_trl.rollout._vllm_lora import adapter_place
-from qarl_trl.rollout.engine import LowBitVLLMGeneration
+from qarl_trl.rollout.engine import LowBitVLLMGeneration, _read_to_the_end
 
 
 def generation(order, due=lambda number: True, sleep=False):
@@ -55,7 +56,7 @@ def test_a_sync_that_is_due_is_checked_once_and_its_time_counted():
     # A batch may be sampled without a new sync.
     for num_syncs in (1, 1, 2, 4):
         engine.num_syncs = num_syncs
-        engine._check_sync(sync_check)
+        engine._prepare_and_check(sync_check)
 
     assert order == ["check 1", "check 4"]
     assert engine.sync_seconds > 0
@@ -67,7 +68,7 @@ def test_a_sync_that_was_due_and_replaced_before_anything_was_sampled_is_made_up
     engine._checked_syncs = 3
     engine.num_syncs = 5
 
-    engine._check_sync(sync_check)
+    engine._prepare_and_check(sync_check)
 
     assert order == ["check 5"]
 
@@ -77,7 +78,7 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check():
     order = []
     engine, sync_check = generation(order, sleep=True)
 
-    engine._check_sync(sync_check)
+    engine._prepare_and_check(sync_check)
 
     assert order == ["sync", "wake ['kv_cache']", "check 2"]
 
@@ -97,7 +98,7 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch)
 
     monkeypatch.setattr(vllm_generation, "LLM", make_llm, raising=False)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
-    monkeypatch.setattr(rollout_engine, "changed_positions", lambda *args: {})
+    monkeypatch.setattr(engine_settings, "changed_positions", lambda *args: {})
     monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
 
     engine, sync_check = generation(order)
@@ -120,7 +121,7 @@ def test_every_engine_of_every_run_has_a_seed_of_its_own(monkeypatch, ranks, see
     taken = []
     monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: taken.append(kwargs["seed"]), raising=False)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: vllm_generation.LLM(seed=0))
-    monkeypatch.setattr(rollout_engine, "changed_positions", lambda *args: {})
+    monkeypatch.setattr(engine_settings, "changed_positions", lambda *args: {})
     monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
     engine, _ = generation([])
     engine.llm = engine.sync_check = None
@@ -198,6 +199,52 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     assert len(gathered) == 1
 
 
+def some_weights(read):
+    """Three weights; `read` gets the names of those that were asked for."""
+    for name in ("a", "b", "c"):
+        read.append(name)
+        yield name, torch.zeros(1)
+
+
+def test_a_process_whose_send_failed_still_reads_all_weights():
+    """The other processes gather them together with this one."""
+    read = []
+    weights = some_weights(read)
+
+    with pytest.raises(ValueError, match="no memory"), _read_to_the_end(weights):
+        next(weights)
+        raise ValueError("no memory")
+    assert read == ["a", "b", "c"]
+
+    # Control: Ctrl-C stops at once.
+    read.clear()
+    weights = some_weights(read)
+    with pytest.raises(KeyboardInterrupt), _read_to_the_end(weights):
+        next(weights)
+        raise KeyboardInterrupt
+    assert read == ["a"]
+
+
+def test_a_process_that_sends_nothing_reads_all_weights():
+    read = []
+
+    with _read_to_the_end(some_weights(read)):
+        pass
+
+    assert read == ["a", "b", "c"]
+
+
+def test_the_error_of_a_send_stays_visible_if_reading_fails_too():
+    def broken():
+        raise KeyError("gather")
+        yield
+
+    with pytest.raises(KeyError, match="gather") as failure, _read_to_the_end(broken()):
+        raise ValueError("no memory")
+
+    assert isinstance(failure.value.__context__, ValueError)
+
+
 # Settings -------------------------------------------------------------------------------------------------------
 
 
@@ -207,9 +254,9 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
 )
 def test_only_stop_strings_need_text(monkeypatch, settings, text):
     """The trainer decodes token ids."""
-    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, **kwargs: vars(self).update(kwargs))
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
 
-    engine = LowBitVLLMGeneration(quantization_config=None, generation_kwargs=settings)
+    engine = LowBitVLLMGeneration(None, quantization_config=None, generation_kwargs=settings)
 
     assert engine.generation_kwargs == settings | {"detokenize": text, "stop_token_ids": []}
 

@@ -34,7 +34,7 @@ def kernel_of(low_bit):
 
 @pytest.mark.engine
 def test_a_layer_is_made_once_for_quantized_and_does_not_touch_them(monkeypatch):
-    monkeypatch.setattr(_vllm_layer, "_quant_configs", {})
+    monkeypatch.setattr(_vllm_layer._configs, "schemes", {})
     low_bit = low_bit_of("W4A16")
     low_bit.scheme.targets = ["re:.*down_proj"]  # a recipe's, which is read for any layer
     before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
@@ -121,7 +121,7 @@ def settings_of_layers(monkeypatch):
         return create_weights(*args, **kwargs)
 
     monkeypatch.setattr(schemes.CompressedTensorsWNA16, "create_weights", create_and_note)
-    monkeypatch.setattr(_vllm_layer, "_engine_settings", None)
+    monkeypatch.setattr(_vllm_layer._configs, "engine", None)
     return settings
 
 
@@ -169,7 +169,7 @@ def hopper(monkeypatch):
     from vllm.platforms import PlatformEnum, current_platform
     from vllm.platforms.interface import DeviceCapability
 
-    monkeypatch.setattr(_vllm_layer, "_engine_settings", None)
+    monkeypatch.setattr(_vllm_layer._configs, "engine", None)
     # What is imported by it would look for the libraries of a GPU, so it must be imported before the GPU is pretended.
     _vllm_layer.engine_layer(low_bit_of("W4A16"))
 

@@ -155,6 +155,9 @@ def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], 
     """
     Sample an answer to each prompt from a new engine. Call it in a separate process.
 
+    It keeps the log-probs of the sampled tokens, as a run does; the sync check asks for those of a prompt
+    (`rollout/prompt_logps.py`).
+
     Args:
         folder: The model's folder.
         settings: Arguments of `vllm.LLM`.

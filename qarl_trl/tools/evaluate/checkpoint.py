@@ -14,7 +14,7 @@ from ...export.card import scheme_name
 from ...export.tensors import check_tensors
 from ...quant.scheme import describe_scheme
 from ...rollout._vllm_cpu import is_cpu_engine
-from ...rollout.cpu import check_engine_cpu
+from ...rollout.cpu_support import check_engine_cpu
 
 
 def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Path, Path | None]:

@@ -1,4 +1,7 @@
-"""What the engine can run: refuse early what vLLM would refuse late or compute differently from the learner."""
+"""Which schemes and models the engine supports.
+
+What vLLM would refuse late, or compute differently from the learner, is refused here before a model loads.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import nn
 from ..cpu_exact.ops import has_engine_ops
 from ..quant.experts import QuantExperts
 from ..quant.scheme import SchemeSupport, gpu_generation, support_of
-from .cpu import check_engine_cpu
+from .cpu_support import check_engine_cpu
 
 
 if TYPE_CHECKING:
@@ -49,8 +52,8 @@ def _check_scheme(scheme: SchemeSupport, args: QaRLConfig) -> None:
     missing = missing_in_engine(scheme, args.device)
     if missing is not None:
         raise ValueError(
-            f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. Choose "
-            "another scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
+            f"quant_scheme={scheme.name!r} cannot be sampled on device {args.device.type!r}: {missing}. "
+            "Choose another scheme (`qarl-trl schemes` lists what runs where), or use_vllm=False."
         )
 
     # The table says what some CPU can run; this one may lack the kernel of W4A16.
@@ -60,9 +63,9 @@ def _check_scheme(scheme: SchemeSupport, args: QaRLConfig) -> None:
     one_scale_per_token = scheme.activations.endswith(("token", "asymmetric"))
     if one_scale_per_token and args.vllm_tensor_parallel_size > 1:
         logger.warning(
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: each rank quantizes its "
-            "part of the inputs of o_proj and down_proj, the learner all of them, so log-probs differ. Use 1, or "
-            "W4A16."
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size} with {scheme.name}: "
+            "each rank quantizes its part of the inputs of o_proj and down_proj, the learner all of them, "
+            "so log-probs differ. Use 1, or W4A16."
         )
 
 

@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.cpu`: which CPU the engine runs on, and what of it is left unused. CPUs are made up from flags."""
+"""`qarl_trl.rollout.cpu_support`: which CPUs the engine can run on. CPUs are made up from flags."""
 
 import subprocess
 from pathlib import Path
@@ -13,8 +13,8 @@ from quant.schemes import low_bit_of
 from qarl_trl import QaRLTrainer
 from qarl_trl.export import quantization_config
 from qarl_trl.quant import apply_quantization
-from qarl_trl.rollout import cpu
-from qarl_trl.rollout.cpu import check_engine_cpu, cpu_flags, why_no_engine
+from qarl_trl.rollout import cpu_support
+from qarl_trl.rollout.cpu_support import check_engine_cpu, cpu_flags, why_no_engine
 from qarl_trl.rollout.engine_gemm import EngineGemm, engine_gemm
 from qarl_trl.tools.evaluate.checkpoint import precision
 from qarl_trl.validate import check_arguments
@@ -39,14 +39,14 @@ def cpuinfo(flags):
 def a_cpu(monkeypatch):
     """Let this process run on a CPU with the flags given; all that a choice changes is put back afterwards."""
     # The tests' own CPU may be replaced in conftest.py, and a choice may have been made.
-    monkeypatch.setattr(cpu, "why_no_engine", why_no_engine)
+    monkeypatch.setattr(cpu_support, "why_no_engine", why_no_engine)
     monkeypatch.setattr(torch, "_scaled_mm", getattr(torch._scaled_mm, "__wrapped__", torch._scaled_mm))
     for name in ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_ATTN_SPLIT_KV"):
         monkeypatch.delenv(name, raising=False)
 
     def become(flags, machine="x86_64"):
-        monkeypatch.setattr(cpu, "cpu_flags", lambda *_: frozenset(flags))
-        monkeypatch.setattr(cpu.platform, "machine", lambda: machine)
+        monkeypatch.setattr(cpu_support, "cpu_flags", lambda *_: frozenset(flags))
+        monkeypatch.setattr(cpu_support.platform, "machine", lambda: machine)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx_tile" in flags)
 
     return become
@@ -62,9 +62,6 @@ def test_the_flags_are_those_of_the_first_core(tmp_path):
     assert cpu_flags(str(x86)) == SAPPHIRE_RAPIDS
     assert cpu_flags(str(arm)) == frozenset()
     assert cpu_flags(str(missing)) == frozenset()
-
-
-# The choice -----------------------------------------------------------------------------------------------------
 
 
 # What the engine needs ------------------------------------------------------------------------------------------
@@ -156,8 +153,5 @@ def test_make_asks_before_it_installs_anything(tmp_path):
     # This one has AVX2, but a real model is sampled in W4A16.
     assert "AVX-512 for W4A16" in make("real-model", "new").stderr
 
-    expected = 0 if cpu.platform.machine() == "x86_64" else 2
+    expected = 0 if cpu_support.platform.machine() == "x86_64" else 2
     assert make("engine", "new").returncode == expected
-
-
-# What vLLM chooses ----------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def check_engine_cpu(device_type: str, four_bits: bool = False) -> None:
 
 
 def main() -> None:
-    """`cpu.py [CPUINFO [W4A16]]`: exit with 1 and the reason on stderr if the engine cannot run on this CPU."""
+    """
+    `cpu_support.py [CPUINFO [W4A16]]`: exit with 1, and the reason on stderr, if the engine cannot run on this CPU.
+    """
     cpuinfo = sys.argv[1:2]
     four_bits = "W4A16" in sys.argv
 

@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.support`: an engine that cannot compute as the learner does is refused before a model loads."""
+"""`qarl_trl.rollout.scheme_support`: an engine that cannot compute as the learner does is refused early."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from configs import config
 from qarl_trl import QaRLTrainer
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme, single_group
-from qarl_trl.rollout.support import check_engine, default_engine_kwargs
+from qarl_trl.rollout.scheme_support import check_engine, default_engine_kwargs
 from qarl_trl.validate import check_arguments
 
 
