@@ -42,8 +42,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         frozen: The first sync sends the base, later ones only the adapter.
         sync_folder: A server gets its weights through this folder, which both mount.
         sync_check: Compares engine and learner after syncs; `None`: never.
-        seed: The run's seed, for colocated engines: TRL starts those of every run with the same seeds. A server has its
-            own.
+        seed: The run's seed, for colocated engines: TRL starts those of every run alike. A server has its own.
         stop_token_ids: Tokens that end an answer for the trainer. The engine knows only those of the model's files.
         kwargs: TRL's other arguments.
 

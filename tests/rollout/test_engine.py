@@ -261,6 +261,15 @@ def test_only_stop_strings_need_text(monkeypatch, settings, text):
     assert engine.generation_kwargs == settings | {"detokenize": text, "stop_token_ids": []}
 
 
+def test_a_users_stop_tokens_are_added_to_the_trainers(monkeypatch):
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
+    settings = {"stop_token_ids": [7, 3]}
+
+    engine = LowBitVLLMGeneration(None, quantization_config=None, stop_token_ids=[2, 7], generation_kwargs=settings)
+
+    assert engine.generation_kwargs["stop_token_ids"] == [2, 7, 3]
+
+
 # 1000 numbers of 2 bytes, twice.
 @pytest.mark.parametrize(("free", "place"), [(4001, "/dev/shm"), (4000, None)])
 def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch, free, place):
