@@ -9,8 +9,8 @@ class RolloutBuffer:
     """
     A trainer's current rollout batch, of which TRL trains one micro-batch after the other.
 
-    TRL has no public access to it. These are private attributes of its trainers (GRPO and RLOO in TRL 1.16), and no
-    other module should touch them:
+    TRL has no public access to it. These are private attributes of its trainers (GRPO, RLOO and distillation in TRL
+    1.16), and no other module should touch them:
 
     - `_buffered_inputs`: the micro-batches of the rollout batch with their log-probs and advantages; `None` before the
       first one.
@@ -36,8 +36,14 @@ class RolloutBuffer:
         """Whether the trainer is in the middle of a rollout batch, so that its rest is still to be trained on."""
         if not self.exists:
             return False
-        per_batch = self._trainer.args.steps_per_generation * self._trainer.num_iterations
-        return self._trainer._step % per_batch != 0
+        return self._trainer._step % self._micro_batches_of_a_rollout() != 0
+
+    def _micro_batches_of_a_rollout(self) -> int:
+        """How many micro-batches are trained on one rollout batch, each as often as it is used."""
+        args = self._trainer.args
+        if not hasattr(args, "steps_per_generation"):
+            return args.gradient_accumulation_steps  # distillation samples for each optimizer step
+        return args.steps_per_generation * self._trainer.num_iterations
 
     def dump(self) -> tuple[int, Any]:
         """

@@ -60,3 +60,12 @@ def test_a_trainer_that_samples_nothing_gets_no_buffer():
     assert not buffer.exists
     assert not buffer.in_batch
     assert not vars(trainer)
+
+
+@pytest.mark.parametrize(("step", "in_batch"), [(0, False), (1, True), (4, False)])
+def test_a_trainer_that_samples_for_each_optimizer_step_uses_its_micro_batches(step, in_batch):
+    """TRL's distillation."""
+    args = SimpleNamespace(gradient_accumulation_steps=4)
+    trainer = SimpleNamespace(args=args, _step=step, _buffered_inputs=["a", "b", "c", "d"])
+
+    assert RolloutBuffer(trainer).in_batch is in_batch
