@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from qarl_trl.tools.report.plots import COLOURS, Panel, draw
-from qarl_trl.tools.report.runs import Run
+from qarl_trl.tools.report.runs import LoggedRun
 
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -27,7 +27,7 @@ ERRORS = Panel("Error tokens", "share of tokens", ("error_tokens/frac",))
 RATIO = Panel("Sequence ratio r: largest, A<0 99 %, smallest", "r", ("ratio/max", "ratio/neg_q99", "ratio/min"))
 
 
-def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> Run:
+def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> LoggedRun:
     """The mean over seeds, rollout batch by rollout batch, as a run of a report."""
     rows: dict[int, dict[str, Any]] = {}
     for metric in (metric for panel in panels for metric in panel.metrics):
@@ -35,10 +35,10 @@ def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) 
         for step, values in enumerate(zip(*curves, strict=True), 1):
             if known := [value for value in values if value is not None]:
                 rows.setdefault(step, {"step": step})[metric] = statistics.fmean(known)
-    return Run(name, list(rows.values()))
+    return LoggedRun(name, list(rows.values()))
 
 
-def draw_panels(panels: tuple[Panel, ...], runs: list[Run], columns: int) -> Figure:
+def draw_panels(panels: tuple[Panel, ...], runs: list[LoggedRun], columns: int) -> Figure:
     """A figure of some panels, with the names of the runs above them."""
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(10, 2.9 * rows + 0.4), layout="constrained")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from .gathers import whole_weights
-from .layer import LowBitLayer as LowBitLayer
+from .layer import LowBitLayer
 
 
 class QuantLinear(LowBitLayer, nn.Linear):

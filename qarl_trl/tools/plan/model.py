@@ -19,7 +19,7 @@ from ...quant import apply_quantization
 from ...quant.convert import quantized_modules
 from ...quant.experts import PROJECTIONS, QuantExperts
 from ...quant.gathers import gathers_quantized
-from ...quant.linear import LowBitLayer
+from ...quant.layer import LowBitLayer
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
 from .run import Parameter

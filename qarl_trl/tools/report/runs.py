@@ -83,10 +83,6 @@ class LoggedRun:
         return self.series(name)[1]
 
 
-# Its former name, for benchmarks/arms_plots.py.
-Run = LoggedRun
-
-
 def _combined(name: str, values: Sequence[float]) -> float:
     """The value of a metric for a rollout batch."""
     if name.endswith("min"):
