@@ -44,7 +44,8 @@ def _measure(model: str, folder: str) -> dict[str, Any]:
 
     # The same samples by a learner of another group size.
     other_learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    quantize_policy(other_learner, QaRLConfig(**settings(Path(folder), quant_group_size=32)))
+    other = QaRLConfig(**settings(Path(folder), quant_group_size=32))
+    quantize_policy(other_learner, other, other.quant_plan())
     other_logp_diff = logp_diff(other_learner, scored[-1], args.temperature, bf16=args.bf16)
     other_mismatch = replace(mismatch, learner=other_logp_diff)
 

@@ -145,6 +145,7 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
     monkeypatch.setattr(backward, "TILE", (4096, tile))
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
     model = prepared(kind, 4, torch.float32, scheme)
+    low_bit_store(model).will_be_told()  # as a trainer's store: it keeps the quantized values
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     update(model, 64, 1)  # makes gradients and quantized values, which stay
