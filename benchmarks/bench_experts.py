@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from qarl_trl.quant import apply_quantization
+from qarl_trl.quant import apply_quantization, low_bit_store
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 
@@ -51,6 +51,7 @@ class Arm:
         self.blocks, self.x = copy.deepcopy(blocks).to(dtype), x
         if scheme is not None:
             apply_quantization(self.blocks, scheme, ignore=(*DEFAULT_IGNORE, r"re:.*\.gate$"))
+            low_bit_store(self.blocks).will_be_told()  # of steps, which there are none of
 
     def run(self) -> None:
         self.blocks.zero_grad()

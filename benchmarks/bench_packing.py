@@ -31,7 +31,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner.logps import PackedPasses
-from qarl_trl.quant import apply_quantization
+from qarl_trl.quant import apply_quantization, low_bit_store
 from qarl_trl.rollout.engine_gemm import GEMMS
 
 
@@ -74,6 +74,8 @@ class Arm:
             apply_quantization(self.model, scheme, gemm=GEMMS["auto"])
         add_fused_lm_head(self.model, outputs=("log_probs", "entropy"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+        if scheme is not None:
+            low_bit_store(self.model).follow(self.optimizer)
         self.computed = 0
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
         self.passes = PackedPasses(BUDGET, _autocast, lambda t: t, lambda m: m) if packed else None

@@ -47,7 +47,7 @@ class LowBitLayer:
         scheme: How the weights are quantized.
         gemm_for: Chooses the gemm in the first forward.
         gemm: The gemm, `None` before the first low-bit forward.
-        has_trained: Whether a low-bit forward ran that gradients may follow, as those of training are.
+        has_trained: Whether a low-bit forward ran as training runs it: with gradients, if the layer is trained.
         quantized_forward: `False` runs the forward in high precision, while sync and export still send low-bit
             weights: the paper's quantized-rollout baseline.
         merged_with: The layers that an engine merges with this one and that must share its global scale, if the scheme
@@ -150,7 +150,9 @@ class LowBitLayer:
         # Autocast would change dtypes inside the quantizer and inside the gemm.
         with torch.autocast(device, enabled=False):
             weight = self.store.weight_of(self, name)
-            self.has_trained = self.has_trained or torch.is_grad_enabled()
+            # A layer that nothing trains may run without gradients for good, as a frozen vision tower does.
+            is_trained = any(source.requires_grad for source in sources)
+            self.has_trained = self.has_trained or torch.is_grad_enabled() or not is_trained
             return LowBitMatmul.apply(x, bias, weight, gemm, dtype, source_gradients, *sources)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -277,7 +278,8 @@ class LowBitStore:
         return self._steps if self._is_told else UNKNOWN
 
     def _sources(self, layer: Any, name: str) -> list[Any]:
-        return [layer.get_parameter(source) for source in layer.sources_of(name)]
+        # By attribute: `torch.func` puts tensors that are no `nn.Parameter`s in their places.
+        return [attrgetter(source)(layer) for source in layer.sources_of(name)]
 
     def _quantize(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> LowBitWeight:
         """Quantize a weight of a layer: the only call of the quantizer for whole weights."""

@@ -67,7 +67,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         sync_folder: str | None = None,
         sync_check: SyncCheck | None = None,
         seed: int = 0,
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int | None] = (),
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
@@ -89,10 +89,17 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need
         # it.
         needs_text = bool(self.generation_kwargs.get("stop"))
-        # A user's tokens end an answer too, but never instead of the trainer's.
-        stops = [*stop_token_ids, *(self.generation_kwargs.get("stop_token_ids") or ())]
         self.generation_kwargs = {"detokenize": needs_text} | self.generation_kwargs
-        self.generation_kwargs["stop_token_ids"] = list(dict.fromkeys(stops))
+        self.generation_kwargs["stop_token_ids"] = self._stops(stop_token_ids)
+
+    def _stops(self, of_trainer: Sequence[int | None]) -> list[int]:
+        """The tokens that end an answer: the trainer's and the user's. vLLM stops at them also with `ignore_eos`."""
+        of_user = self.generation_kwargs.get("stop_token_ids") or ()
+        if self.generation_kwargs.get("ignore_eos"):
+            return list(of_user)
+        # A tokenizer without an EOS token gives TRL a None.
+        known = [token for token in (*of_trainer, *of_user) if token is not None]
+        return list(dict.fromkeys(known))
 
     # Start -----------------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             quantize_policy(self.model, args, self._plan)
 
         if self.low_bit_store is not None:
-            self.add_callback(_TellStore(self.low_bit_store))
+            # Before the callbacks of the user, which may run the model after an optimizer step.
+            self.callback_handler.callbacks.insert(0, _TellStore(self.low_bit_store))
             self.add_callback(_CheckLayers(self._check_layers_ran))
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))

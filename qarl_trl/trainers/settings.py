@@ -245,7 +245,12 @@ class LowBitConfig:
 
 def check_choices(args: Any) -> None:
     """Refuse (`ValueError`) a value that a `Literal` field does not have: nothing else checks them in a script."""
-    for name, hint in get_type_hints(type(args)).items():
+    hints: dict[str, Any] = {}
+    for base in type(args).__mro__:
+        if base.__module__.startswith("qarl_trl."):  # a user's class may have annotations that only exist for mypy
+            hints = get_type_hints(base) | hints
+
+    for name, hint in hints.items():
         if get_origin(hint) is not Literal or not hasattr(args, name):
             continue
         value = getattr(args, name)

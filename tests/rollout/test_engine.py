@@ -279,3 +279,21 @@ def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch, f
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
 
     assert adapter_place(model) == place
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_trainer", "stops"),
+    [
+        ({"ignore_eos": True}, [2], []),  # vLLM stops at stop tokens all the same
+        ({"ignore_eos": True, "stop_token_ids": [5]}, [2], [5]),
+        ({}, [None, 2], [2]),  # a tokenizer without an EOS token
+    ],
+)
+def test_which_tokens_end_an_answer(monkeypatch, settings, of_trainer, stops):
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
+
+    engine = LowBitVLLMGeneration(
+        None, quantization_config=None, stop_token_ids=of_trainer, generation_kwargs=settings
+    )
+
+    assert engine.generation_kwargs["stop_token_ids"] == stops
