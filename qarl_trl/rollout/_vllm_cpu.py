@@ -87,8 +87,12 @@ def _w4a8_weights_have_two_names(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _experts_are_packed_again() -> Iterator[None]:
     """Pack bfloat16 experts for the grouped gemm at every load."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    if not hasattr(cpu_moe, "CPUUnquantizedExperts"):  # vLLM 0.26 has no kernel that packs them
+        yield
+        return
 
     process = UnquantizedFusedMoEMethod.process_weights_after_loading
 
@@ -98,7 +102,7 @@ def _experts_are_packed_again() -> Iterator[None]:
         process(method, layer)
 
         experts = getattr(method.moe_kernel, "fused_experts", None)
-        if has_kernel and isinstance(experts, CPUUnquantizedExperts):
+        if has_kernel and isinstance(experts, cpu_moe.CPUUnquantizedExperts):
             experts.process_weights_after_loading(layer)
 
     with patch.object(UnquantizedFusedMoEMethod, "process_weights_after_loading", process_and_pack):

@@ -69,16 +69,29 @@ def multiply(x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> Ten
         layer = engine_layer(weight)
         weight.prepared["engine"] = layer
 
+    with _new_locks():
+        return layer.quant_method.apply(layer, x, bias)
+
+
+@contextmanager
+def _new_locks() -> Iterator[None]:
+    """
+    Give Marlin's kernel new locks in each call.
+
+    By default it gets them by stream from the engine's manager, which is closed once graphs are captured; and in an
+    autograd thread, which recomputes checkpointed blocks, the query for the stream changes it.
+    """
     from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    if not hasattr(marlin_utils, "get_marlin_workspace"):  # in vLLM 0.26 each layer has locks of its own
+        yield
+        return
 
     def new_locks(device: torch.device) -> Tensor:
         return marlin_utils.marlin_make_workspace_new(device, marlin_utils.MARLIN_MAX_BLOCKS_PER_SM)
 
-    # Marlin gets new locks in each call. By default it gets them by stream from the engine's manager, which is closed
-    # once graphs are captured; and in an autograd thread, which recomputes checkpointed blocks, the query for the
-    # stream changes it.
     with patch.object(marlin_utils, "get_marlin_workspace", new_locks):
-        return layer.quant_method.apply(layer, x, bias)
+        yield
 
 
 def engine_layer(weight: LowBitWeight) -> Any:

@@ -70,13 +70,16 @@ class LoadedElements:
 def _places(model: torch.nn.Module) -> dict[str, _Place]:
     """Each parameter that vLLM's loaders fill, by name."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+    from vllm.model_executor.model_loader.reload import meta, utils
+
+    # vLLM 0.26 has neither: it skips the same tensors under another name, and declares no padding.
+    never_loaded = getattr(meta, "SKIP_LOAD_TENSORS", meta.SKIP_TENSORS)
+    elements_in_checkpoint = getattr(utils, "get_tensor_load_numel", torch.numel)
 
     places = {}
     for prefix, layer in model.named_modules():
         for name, parameter in layer.named_parameters(prefix, recurse=False):
-            if CACHE_SCALES.search(name) or name.rpartition(".")[2] in SKIP_LOAD_TENSORS:
+            if CACHE_SCALES.search(name) or name.rpartition(".")[2] in never_loaded:
                 continue
 
             # The last rows of a vocabulary are padding, which no checkpoint has, and for the shapes of experts vLLM
@@ -84,7 +87,7 @@ def _places(model: torch.nn.Module) -> dict[str, _Place]:
             if isinstance(layer, VocabParallelEmbedding) or name.endswith("_weight_shape"):
                 elements = 1
             else:
-                elements = get_tensor_load_numel(parameter)
+                elements = elements_in_checkpoint(parameter)
             places[name] = _Place(parameter, elements)
     return places
 
