@@ -13,9 +13,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
+from packaging.version import Version
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .._compat import installed_version
 from . import _vllm
 
 
@@ -97,7 +99,7 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
     first = next(base, None)
     if first is not None:
-        _vllm.reload_engine(llm, chain([first], base))
+        _vllm.reload_engine(llm, _inside_wrappers(llm, chain([first], base)))
 
     _save_adapter(factors, folder)
     _load_adapter(llm, folder)
@@ -112,6 +114,28 @@ def _without_factors(
             factors[name] = tensor
         else:
             yield name, tensor
+
+
+def _inside_wrappers(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Give weights of layers that have an adapter the names that vLLM's loader finds them under."""
+    # Newer versions (0.31) look inside the wrapper themselves.
+    if Version(str(installed_version("vllm"))) >= Version("0.27"):
+        yield from weights
+        return
+
+    manager: Any = _vllm.engine_model(llm).lora_manager
+    wrapped = set()
+    for name in manager.modules:
+        parent, _, layer = name.rpartition(".")
+        # A merged layer (qkv_proj) has the names of its parts in a checkpoint.
+        for part in manager.packed_modules_mapping.get(layer, [layer]):
+            wrapped.add(f"{parent}.{part}")
+
+    for name, tensor in weights:
+        layer, _, parameter = name.rpartition(".")
+        if layer in wrapped:
+            name = f"{layer}.base_layer.{parameter}"
+        yield name, tensor
 
 
 def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:

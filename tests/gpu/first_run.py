@@ -98,6 +98,27 @@ STAGES = (
         settings={"scheme": "FP8_DYNAMIC", "sleep": True},
     ),
     Stage(
+        name="adapter, W4A16, graphs and sleep",
+        question="The same for LoRA on a frozen low-bit base, of which the engine gets the adapter alone",
+        limit_s=150,
+        function="engine",
+        settings={"scheme": "W4A16", "sleep": True, "frozen": True},
+    ),
+    Stage(
+        name="experts, W4A16, graphs and sleep",
+        question="The same for a mixture of experts",
+        limit_s=150,
+        function="engine",
+        settings={"scheme": "W4A16", "sleep": True, "experts": 8},
+    ),
+    Stage(
+        name="experts, FP8",
+        question="The same for FP8_DYNAMIC; eager engine",
+        limit_s=150,
+        function="engine",
+        settings={"scheme": "FP8_DYNAMIC", "experts": 8},
+    ),
+    Stage(
         name="step, W4A16",
         question="Seconds and memory of a step; what `plan` reserves 4 + 3 GiB for",
         limit_s=210,
