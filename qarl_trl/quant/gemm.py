@@ -29,6 +29,8 @@ class Gemm:
 
     # Whether it keeps its own form of the quantized values in addition (`LowBitWeight.prepared`).
     prepares = False
+    # Whether it keeps the dequantized matrix, until the quantized values change: no pass after the first dequantizes.
+    keeps_matrices = False
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         """
@@ -49,12 +51,22 @@ class Gemm:
         return saved[0].to(dtype)
 
     def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
-        """The weight of the multiplication, `(out, in)` in `dtype`."""
+        """The weight of the multiplication, `(out, in)` in `dtype`. Do not write to it."""
+        if not self.keeps_matrices:
+            return self.new_matrix_from(weight, dtype)
+
+        key = f"matrix in {dtype}"
+        if key not in weight.prepared:
+            weight.prepared[key] = self.new_matrix_from(weight, dtype)
+        return weight.prepared[key]
+
+    def new_matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+        """`matrix_from`, in new storage."""
         return dequantize(weight, dtype)
 
     def grad_input(self, grad: Tensor, weight: LowBitWeight) -> Tensor:
         """The gradient of the input, `(..., in)`, from that of `y` `(..., out)`."""
-        # Dequantizes again: keeping each layer's matrix would need memory for a second model.
+        # By default dequantizes again: keeping each layer's matrix needs memory for a second model.
         return grad @ self.matrix_from(weight, grad.dtype)
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -78,7 +90,7 @@ class DequantGemm(Gemm):
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
         # The matrix gets no name, so that it is freed before the bias is added.
-        y = F.linear(x, dequantize(weight, x.dtype))
+        y = F.linear(x, self.matrix_from(weight, x.dtype))
         return add_to_rounded(y, bias), (x,)
 
 
@@ -165,7 +177,7 @@ class Int4Fp8Gemm(Fp8Gemm):
         y = super().matmul(x, scale, weight, None, dtype)
         return add_to_rounded(y, bias)
 
-    def matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
+    def new_matrix_from(self, weight: LowBitWeight, dtype: torch.dtype) -> Tensor:
         entries, channel_scale = self.operand(weight)
         return (entries.float() * channel_scale).to(dtype)
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 # Parameters of attention layers for checkpoints with a quantized KV cache; our syncs never have them.
 CACHE_SCALES = re.compile(r"(^|\.)(q|k|v|prob)_(scale|zero_point)$")
+# vLLM 0.26 also makes parameters of experts for checkpoints whose columns have another order than the groups; no
+# scheme of this package has one, and then vLLM empties them.
+_ORDER_OF_COLUMNS = re.compile(r"_g_idx(_sort_indices)?$")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ def _places(model: torch.nn.Module) -> dict[str, _Place]:
     places = {}
     for prefix, layer in model.named_modules():
         for name, parameter in layer.named_parameters(prefix, recurse=False):
-            if CACHE_SCALES.search(name) or name.rpartition(".")[2] in never_loaded:
+            local_name = name.rpartition(".")[2]
+            if CACHE_SCALES.search(name) or local_name in never_loaded or _ORDER_OF_COLUMNS.search(local_name):
                 continue
 
             # The last rows of a vocabulary are padding, which no checkpoint has, and for the shapes of experts vLLM
