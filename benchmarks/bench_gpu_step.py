@@ -76,6 +76,8 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 for arm in list(ARMS):
     ARMS[f"{arm}, LoRA"] = ARMS[arm] | {"lora": True}
+    ARMS[f"{arm}, kept matrices"] = ARMS[arm] | {"quant_keep_matrices": True}
+    ARMS[f"{arm}, LoRA, kept matrices"] = ARMS[f"{arm}, LoRA"] | {"quant_keep_matrices": True}
 ARMS["QaRL W4A16, frozen LoRA"] = {"quant_scheme": "W4A16", "lora": True, "lora_base": "frozen"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .compiled import compiled_on_cuda
+from .cuda_kernels import engine_operation
 
 
 FP8 = torch.float8_e4m3fn
@@ -61,7 +61,6 @@ def memoize_last(function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
 # Float8 --------------------------------------------------------------------------------------------------------------
 
 
-@compiled_on_cuda
 def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     Float8 with one scale per token.
@@ -72,15 +71,23 @@ def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Quantized values float8_e4m3fn `(tokens, in)`, and scale float32 `(tokens, 1)`.
     """
+    operation = engine_operation("scaled_fp8_quant", x)
+    if operation is not None:
+        quantized, scale = operation(x.reshape(-1, x.shape[-1]), use_per_token_if_dynamic=True)
+        return quantized.view(x.shape), scale.view(*x.shape[:-1], 1)
+    return plain_tokens_fp8(x)
+
+
+def plain_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[`quantize_tokens_fp8`] in plain operations."""
     largest = x.abs().amax(dim=-1, keepdim=True).float()
     scale = _divided(largest, FP8_MAX).clamp(min=FP8_MIN_SCALE)
 
-    # vLLM multiplies by the reciprocal instead of dividing; for some values the last bit differs.
-    quotient = (x.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX)
-    return quotient.to(FP8), scale
+    # vLLM's CUDA kernel divides, its CPU kernel multiplies by the reciprocal: the last bit of some quotients differs.
+    quotient = x.float() / scale if x.device.type == "cuda" else x.float() * scale.reciprocal()
+    return quotient.clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
-@compiled_on_cuda
 def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tensor]:
     """
     Float8 with one scale per token and group.
@@ -104,7 +111,6 @@ def quantize_groups_fp8(x: Tensor, group_size: int = 128) -> tuple[Tensor, Tenso
 # Int8 ----------------------------------------------------------------------------------------------------------------
 
 
-@compiled_on_cuda
 def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     Symmetric int8 with one scale per token.
@@ -115,6 +121,15 @@ def quantize_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Quantized values int8 `(tokens, in)`, and scale float32 `(tokens, 1)`, 0 for a token of zeros.
     """
+    operation = engine_operation("scaled_int8_quant", x)
+    if operation is not None:
+        quantized, scale, _ = operation(x.reshape(-1, x.shape[-1]))
+        return quantized.view(x.shape), scale.view(*x.shape[:-1], 1)
+    return plain_tokens_int8(x)
+
+
+def plain_tokens_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[`quantize_tokens_int8`] in plain operations."""
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
     scale = _divided(largest, 127.0)
@@ -160,7 +175,6 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-@compiled_on_cuda
 def dequantize_activations(quantized: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     Multiply quantized values by their scale in float32, and round once to `dtype`.

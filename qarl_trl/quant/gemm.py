@@ -64,6 +64,11 @@ class Gemm:
         """`matrix_from`, in new storage."""
         return dequantize(weight, dtype)
 
+    def keep_matrices(self) -> None:
+        """From now on keep the dequantized matrix of each weight, as `quant_keep_matrices` says."""
+        self.keeps_matrices = True
+        self.prepares = True
+
     def grad_input(self, grad: Tensor, weight: LowBitWeight) -> Tensor:
         """The gradient of the input, `(..., in)`, from that of `y` `(..., out)`."""
         # By default dequantizes again: keeping each layer's matrix needs memory for a second model.
@@ -112,7 +117,8 @@ class ActivationGemm(Gemm):
         return y.reshape(*x.shape[:-1], -1), (quantized, scale)
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
-        return activations.dequantize_activations(*saved, dtype)
+        quantized, scale = saved
+        return activations.dequantize_activations(quantized, scale, dtype)
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         """

@@ -21,7 +21,7 @@ from compressed_tensors.quantization import QuantizationScheme, initialize_modul
 from compressed_tensors.quantization.utils import generate_gparam
 from torch import Tensor, nn
 
-from . import reference
+from . import cuda_kernels, reference
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
@@ -252,8 +252,12 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
         rows, _ = weight.shape
         zero_point = reference.unpack_zero_points(weight.data["weight_zero_point"], rows)
 
+    arguments = (weight.quantized, weight.scale, zero_point, weight.scheme, dtype)
+    if weight.scheme.format == "pack-quantized" and weight.scheme.weights.num_bits == 4:
+        return cuda_kernels.decode_int4(*arguments, plain=reference.decode)
+
     global_scale = weight.data.get("weight_global_scale")
-    return reference.decode(weight.quantized, weight.scale, zero_point, weight.scheme, dtype, global_scale)
+    return reference.decode(*arguments, global_scale)
 
 
 def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:

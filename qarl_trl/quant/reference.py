@@ -1,4 +1,4 @@
-"""Encode and decode quantized values in plain tensor operations, which `torch.compile` can compile.
+"""Encode and decode quantized values in plain tensor operations.
 
 Invariant: the bytes equal those of compressed-tensors' compressors (CPU). The division rounds to bfloat16, as theirs
 does: in float32 it would change about one quantized value in a hundred (paper Sec. 3.1, `W_low-bit = Quant(theta)`).
@@ -21,7 +21,6 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
 from .activations import FP8, FP8_MAX
-from .compiled import compiled_on_cuda
 from .scheme import effective_group_size
 
 
@@ -33,7 +32,6 @@ _INT4_BIAS = 136.0
 # The producer --------------------------------------------------------------------------------------------------------
 
 
-@compiled_on_cuda
 def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor]:
     """
     Minimum and maximum of zero and the weights of each scale; for symmetric schemes minus and plus the largest
@@ -61,7 +59,7 @@ def qparams_of(
     low: Tensor, high: Tensor, scheme: QuantizationScheme, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Scale and zero point, computed by compressed-tensors: small tensors, never compiled.
+    Scale and zero point, computed by compressed-tensors: small tensors.
 
     Args:
         low: From [`extremes`].
@@ -78,7 +76,6 @@ def qparams_of(
     return scale, zero_point
 
 
-@compiled_on_cuda
 def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: QuantizationScheme) -> Tensor:
     """
     Quantized values of a weight in the checkpoint format, for schemes without a global scale.
@@ -109,14 +106,13 @@ def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Qua
     return quantized
 
 
-@compiled_on_cuda
 def decode(
     quantized: Tensor,
     scale: Tensor,
     zero_point: Tensor | None,
     scheme: QuantizationScheme,
     dtype: torch.dtype,
-    global_scale: Tensor | None,
+    global_scale: Tensor | None = None,
 ) -> Tensor:
     """
     The matrix of quantized values in the checkpoint format, bit for bit as compressed-tensors decompresses it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
@@ -55,6 +57,9 @@ class EngineGemm(Gemm):
             y = y + bias
         return y, saved
 
+    def keep_matrices(self) -> None:
+        self.plain.keep_matrices()
+
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         return self.plain.input_from(saved, dtype)
 
@@ -104,3 +109,22 @@ def _has_kernel(support: SchemeSupport, device: torch.device) -> bool:
 
 # Keys: the values of `quant_kernel`.
 GEMMS: dict[str, GemmChoice] = {"auto": plain_gemm, "dequant": dequant_gemm, "engine": engine_gemm}
+
+
+def gemm_choice(kernel: str, keep_matrices: bool) -> GemmChoice:
+    """
+    What chooses the gemm of each layer.
+
+    Args:
+        kernel: A key of `GEMMS`.
+        keep_matrices: Whether the gemms keep the matrices that they dequantize.
+    """
+    if keep_matrices:
+        return partial(_keeping_matrices, kernel)
+    return GEMMS[kernel]
+
+
+def _keeping_matrices(kernel: str, scheme: QuantizationScheme, device: torch.device) -> Gemm:
+    gemm = GEMMS[kernel](scheme, device)
+    gemm.keep_matrices()
+    return gemm

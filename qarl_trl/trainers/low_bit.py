@@ -27,7 +27,7 @@ from ..quant.names import base_model
 from ..quant.start import QuantizedSource, load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
-from ..rollout.engine_gemm import GEMMS
+from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
 from ..rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
 from ..validate import check_head, check_run
@@ -105,7 +105,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         if self._source is None and not args.frozen:
             return None
         freeze = self._plan if args.frozen else None
-        return partial(load_master_weights, freeze=freeze, gemm=GEMMS[args.learner_kernel])
+        return partial(
+            load_master_weights, freeze=freeze, gemm=gemm_choice(args.learner_kernel, args.quant_keep_matrices)
+        )
 
     def _flips(self) -> dict[str, float]:
         if self.low_bit_store is None:
@@ -254,7 +256,7 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
 
         align_adapters(model)
     elif plan is not None:
-        gemm = GEMMS[args.learner_kernel]
+        gemm = gemm_choice(args.learner_kernel, args.quant_keep_matrices)
         apply_quantization(model, plan, gemm=gemm, quantize_forward=args.quantize_learner)
         check_head(model)
 

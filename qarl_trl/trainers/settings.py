@@ -97,6 +97,12 @@ class LowBitConfig:
         "rollout engine's kernel. 'auto' is 'engine' beside a CPU engine, and otherwise torch's own product for the "
         "scheme.",
     )
+    quant_keep_matrices: bool = HfArg(
+        default=False,
+        help="Keep the dequantized matrix of each layer from one optimizer step to the next, instead of dequantizing "
+        "in each forward, recompute and backward. Needs 2 bytes for each quantized weight, and the whole model in "
+        "each process.",
+    )
     learner_ops: Literal["auto", "stock"] = HfArg(
         default="auto",
         help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': "

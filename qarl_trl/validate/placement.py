@@ -36,6 +36,11 @@ def check_placement(args: RunSettings) -> None:
             "lora_base='frozen' runs on one process, DDP or FSDP2, with vllm_mode='colocate'. Or use 'merged'."
         )
 
+    if args.quant_keep_matrices and (fsdp or zero3):
+        raise ValueError(
+            "quant_keep_matrices must be false under FSDP2 and ZeRO-3, which free the weights of a layer after use."
+        )
+
     if fsdp:
         _check_fsdp(fsdp)
 

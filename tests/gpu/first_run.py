@@ -66,7 +66,7 @@ class Result:
 STAGES = (
     Stage(
         name="quantizer",
-        question="Does torch.compile give the bytes of the eager quantizer, and those of the CPU?",
+        question="Does the GPU quantize to the bytes of the CPU? How fast?",
         limit_s=180,
         function="quantizer",
     ),

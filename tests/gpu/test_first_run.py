@@ -27,8 +27,8 @@ def test_a_dry_stage_finishes_and_is_on_the_page(tmp_path):
     text = page.read_text()
     assert "## quantizer: ok" in text
     assert "- commit: " in text
-    assert "W4A16, there and back" in text
-    assert '"32 of 32 hold"' in text
+    assert "dequantize in plain operations ms" in text
+    assert '"24 of 24 hold"' in text
 
 
 def test_each_learner_is_measured_with_its_own_gemm(tmp_path, monkeypatch):

@@ -6,8 +6,15 @@ import pytest
 import torch
 from quant.schemes import normal, relative_error, same_bytes
 
-from qarl_trl.quant import quantize_weight, resolve_scheme
-from qarl_trl.quant.activations import quantize_groups_fp8, quantize_tokens_fp8, quantize_tokens_int8
+from qarl_trl.quant import quantize_weight, reference, resolve_scheme
+from qarl_trl.quant.activations import (
+    plain_tokens_fp8,
+    plain_tokens_int8,
+    quantize_groups_fp8,
+    quantize_tokens_fp8,
+    quantize_tokens_int8,
+)
+from qarl_trl.quant.cuda_kernels import launch_decode_int4
 from qarl_trl.quant.gemm import dequantize, plain_gemm
 from qarl_trl.quant.grouped import ExpertsGemm
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
@@ -95,45 +102,66 @@ def activations(request):
     return x
 
 
-def test_float8_activations_are_those_of_a_compiled_engine(activations):
+def test_plain_float8_activations_are_those_of_vllms_operation(activations):
+    from vllm import _custom_ops as ops
+
+    expected, expected_scale = ops.scaled_fp8_quant(activations, use_per_token_if_dynamic=True)
+
+    quantized, scale = plain_tokens_fp8(activations)
+
+    assert torch.equal(scale, expected_scale)
+    assert same_bytes(quantized, expected)
+    # Which the learner calls.
+    assert same_bytes(quantize_tokens_fp8(activations)[0], expected)
+
+
+def test_float8_activations_of_a_compiled_engine_differ_in_ties(activations):
+    """
+    It multiplies by reciprocals where the operation divides. Measured on an H200: 57 % of the scales differ in the
+    last bit, and 6.4e-4 of bfloat16 numbers.
+    """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     with set_current_vllm_config(VllmConfig()):
         native = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native
-    expected, expected_scale = native(activations)
+    expected, expected_scale = torch.compile(native, dynamic=True)(activations)
 
     quantized, scale = quantize_tokens_fp8(activations)
 
-    assert torch.equal(scale, expected_scale)
-    assert same_bytes(quantized, expected)
-
-
-def test_float8_activations_of_an_engine_that_is_not_compiled_differ_in_ties(activations):
-    """
-    It divides where ours multiplies by the reciprocal: 5.5e-4 of normal numbers differ by both formulas on a CPU.
-    """
-    from vllm import _custom_ops as ops
-
-    expected, expected_scale = ops.scaled_fp8_quant(activations, use_per_token_if_dynamic=True)
-
-    quantized, scale = quantize_tokens_fp8(activations)
-
-    assert torch.equal(scale, expected_scale)
+    torch.testing.assert_close(scale, expected_scale, rtol=2**-22, atol=0)
     differ = quantized.view(torch.uint8) != expected.view(torch.uint8)
     assert differ.float().mean() < 2e-3
 
 
-def test_int8_activations_are_those_of_vllm(activations):
+def test_plain_int8_activations_are_those_of_vllms_operation(activations):
     from vllm import _custom_ops as ops
 
     expected, expected_scale, _ = ops.scaled_int8_quant(activations)
 
-    quantized, scale = quantize_tokens_int8(activations)
+    quantized, scale = plain_tokens_int8(activations)
 
     assert torch.equal(scale, expected_scale)
     assert torch.equal(quantized, expected)
+    assert torch.equal(quantize_tokens_int8(activations)[0], expected)  # which the learner calls
+
+
+# Dequantizing -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 32), ("W4A16", -1), ("W4A16_ASYM", 128)])
+def test_the_kernel_dequantizes_as_plain_operations_do(scheme, group_size, dtype):
+    weight = quantize_weight(normal(384, 1152).cuda(), resolve_scheme(scheme, group_size))
+    zero_point = None
+    if "weight_zero_point" in weight.data:
+        zero_point = reference.unpack_zero_points(weight.data["weight_zero_point"], 384)
+
+    plain = reference.decode(weight.quantized, weight.scale, zero_point, weight.scheme, dtype)
+
+    assert torch.equal(launch_decode_int4(weight.quantized, weight.scale, zero_point, dtype), plain)
+    assert torch.equal(dequantize(weight, dtype), plain)
 
 
 # Against the engine's own layer -------------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""
+`qarl_trl.quant.cuda_kernels`: the kernel gives the numbers of plain operations, or is not used.
+
+Its rounding is compared on a GPU (`tests/gpu/test_layers.py`): Triton's interpreter, which runs it here, cuts bfloat16
+numbers off instead of rounding them.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qarl_trl.quant import cuda_kernels, quantize_weight, resolve_scheme
+from qarl_trl.quant.quantize import dequantize
+from quant.schemes import normal
+
+
+pytest.importorskip("triton")
+CASES = [("W4A16", 32), ("W4A16", 128), ("W4A16", -1), ("W4A16_ASYM", 128)]
+
+# Triton's interpreter runs the kernel on a CPU; it is chosen when Triton is imported.
+INTERPRETED = """
+import torch
+from qarl_trl.quant import reference, quantize_weight, resolve_scheme
+from qarl_trl.quant.cuda_kernels import launch_decode_int4
+from quant.schemes import normal
+
+for name, group_size in {cases}:
+    for rows, columns in ((24, 256), (8, 384)):
+        weight = quantize_weight(normal(rows, columns), resolve_scheme(name, group_size))
+        zero_point = None
+        if "weight_zero_point" in weight.data:
+            zero_point = reference.unpack_zero_points(weight.data["weight_zero_point"], rows)
+        scale = torch.exp2(torch.randint(-4, 4, weight.scale.shape)).bfloat16()  # no product is rounded
+        for dtype in (torch.bfloat16, torch.float32):
+            matrix = launch_decode_int4(weight.quantized, scale, zero_point, dtype)
+            plain = reference.decode(weight.quantized, scale, zero_point, weight.scheme, dtype)
+            assert matrix.dtype == plain.dtype
+            assert torch.equal(matrix, plain), (name, group_size, rows, columns, dtype)
+
+            moved = launch_decode_int4(weight.quantized, scale.roll(1, 0), zero_point, dtype)
+            assert not torch.equal(moved, plain)  # control
+print("compared")
+"""
+
+
+def test_the_kernel_unpacks_and_scales_as_plain_operations_do():
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(tests.parent), str(tests)])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+
+    command = [sys.executable, "-c", INTERPRETED.format(cases=CASES)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert result.stdout.strip() == "compared", result.stderr
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Pretend that a kernel can run on tensors of the CPU."""
+    monkeypatch.setattr(cuda_kernels, "_can_run", lambda tensor: True)
+    monkeypatch.setattr(cuda_kernels, "_CHOSEN", {})
+
+
+def test_a_kernel_that_gives_other_numbers_is_not_used(as_on_cuda, monkeypatch):
+    weight = quantize_weight(normal(8, 128), resolve_scheme("W4A16"))
+    expected = dequantize_in_plain_operations(weight)
+    calls = []
+
+    def wrong(words, scale, zero_point, dtype):
+        calls.append(dtype)
+        return 2 * expected
+
+    monkeypatch.setattr(cuda_kernels, "launch_decode_int4", wrong)
+
+    with pytest.warns(UserWarning, match="gives other numbers"):
+        first = dequantize(weight)
+    second = dequantize(weight)
+
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
+    assert len(calls) == 1  # it is not tried again
+
+
+def test_a_kernel_that_does_not_run_is_not_used(as_on_cuda, monkeypatch):
+    weight = quantize_weight(normal(8, 128), resolve_scheme("W4A16"))
+    expected = dequantize_in_plain_operations(weight)
+
+    def fails(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(cuda_kernels, "launch_decode_int4", fails)
+
+    with pytest.warns(UserWarning, match="does not run .RuntimeError: no compiler"):
+        assert torch.equal(dequantize(weight), expected)
+
+
+def test_a_kernel_that_gives_the_bytes_is_used(as_on_cuda, monkeypatch):
+    weight = quantize_weight(normal(8, 128), resolve_scheme("W4A16"))
+    expected = dequantize_in_plain_operations(weight)
+    calls = []
+
+    def right(*_):
+        calls.append(1)
+        return expected.clone()
+
+    monkeypatch.setattr(cuda_kernels, "launch_decode_int4", right)
+    for _ in range(3):
+        assert torch.equal(dequantize(weight), expected)
+
+    assert len(calls) == 4  # once more for the comparison
+
+
+def dequantize_in_plain_operations(weight):
+    from qarl_trl.quant import reference
+
+    return reference.decode(weight.quantized, weight.scale, None, weight.scheme, torch.bfloat16)
