@@ -1,26 +1,23 @@
 """The Triton kernel of `cuda_kernels.decode_int4`, a module of its own: importing it needs Triton."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
+# Triton reads the annotations when it compiles, and knows none but its own.
 @triton.jit
-def decode_int4_kernel(
-    words: Any,  # int32, of the whole matrix
-    scale: Any,  # bfloat16, one for each group
-    zero_point: Any,  # int8, one for each group; unused without `has_zero_point`
-    matrix: Any,  # the result
-    number: int,  # of words
-    words_of_row: int,
-    words_of_group: int,
-    groups_of_row: int,
+def decode_int4_kernel(  # type: ignore[no-untyped-def]
+    words,  # int32, of the whole matrix
+    scale,  # bfloat16, one for each group
+    zero_point,  # int8, one for each group; unused without `has_zero_point`
+    matrix,  # the result
+    number,  # of words
+    words_of_row,
+    words_of_group,
+    groups_of_row,
     has_zero_point: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     """Each program takes `block` words and writes the eight values of each."""
     word = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     is_word = word < number

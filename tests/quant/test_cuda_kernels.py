@@ -58,6 +58,32 @@ def test_the_kernel_unpacks_and_scales_as_plain_operations_do():
     assert result.stdout.strip() == "compared", result.stderr
 
 
+@pytest.mark.parametrize("has_zero_point", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_the_kernel_is_assembled_for_each_gpu(capability, dtype, has_zero_point):
+    """Triton's interpreter takes what its compiler refuses."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from qarl_trl.quant._decode_int4 import decode_int4_kernel
+
+    sizes = ("number", "words_of_row", "words_of_group", "groups_of_row")
+    signature = {"words": "*i32", "scale": "*bf16", "zero_point": "*i8", "matrix": f"*{dtype}"}
+    signature |= dict.fromkeys(sizes, "i32")
+    constants = {"has_zero_point": has_zero_point, "block": 512}
+    if not has_zero_point:
+        constants["zero_point"] = None
+        signature["zero_point"] = "constexpr"
+    signature |= dict.fromkeys(("has_zero_point", "block"), "constexpr")
+
+    source = ASTSource(decode_int4_kernel, signature, constants)
+    kernel = compile(source, target=GPUTarget("cuda", capability, 32))
+
+    assert kernel.asm["cubin"]
+    assert "cvt.rn.bf16" in kernel.asm["ptx"]  # rounded, not cut off
+
+
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Pretend that a kernel can run on tensors of the CPU."""
