@@ -66,6 +66,7 @@ def test_what_the_package_imports_is_declared():
     packages = {
         "yaml": "pyyaml",  # its package has another name
         "starlette": "vllm",  # it comes with the server
+        "triton": "torch",  # it comes with torch for CUDA
     }
     imported = imported_packages() - set(sys.stdlib_module_names) - {"qarl_trl"}
 

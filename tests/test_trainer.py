@@ -11,6 +11,7 @@ from toy_runs import OFF, changed, logged, make, master_weights, stock_config, t
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.quant import gemm, quantized_modules
 from qarl_trl.train import train as train_by_command
 
 
@@ -65,6 +66,30 @@ def test_the_comparison_with_trl_notices_quantization(dense_model, tmp_path):
     on = train(make(dense_model, tmp_path / "b", quant_scheme="W4A16", loss_type="grpo"))
 
     assert on != off
+
+
+def test_kept_matrices_change_no_bit_of_a_training_and_save_most_dequantizing(dense_model, tmp_path, monkeypatch):
+    dequantized = []
+    new_matrix_from = gemm.Gemm.new_matrix_from
+
+    def counted(self, weight, dtype):
+        dequantized.append(dtype)
+        return new_matrix_from(self, weight, dtype)
+
+    monkeypatch.setattr(gemm.Gemm, "new_matrix_from", counted)
+    again = make(dense_model, tmp_path / "a")
+    losses = train(again)
+    times_again = len(dequantized)
+
+    dequantized.clear()
+    keeping = make(dense_model, tmp_path / "b", quant_keep_matrices=True)
+    assert train(keeping) == losses
+
+    assert not changed(master_weights(again), master_weights(keeping))
+    # Once for each layer after each of the optimizer's steps.
+    layers = len(list(quantized_modules(keeping.model)))
+    assert len(dequantized) == layers * keeping.state.global_step
+    assert times_again > 1.9 * len(dequantized)  # control
 
 
 def test_positive_only_is_trl_with_negative_advantages_at_zero(dense_model, tmp_path):

@@ -14,6 +14,7 @@ weight of 1536 x 8960), and rounded a division otherwise than they do (torch 2.1
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
-from trl.import_utils import is_vllm_available
 
 from .scheme import quantized_key
 
@@ -141,7 +141,7 @@ def engine_operation(name: str, x: Tensor) -> Callable[..., Any] | None:
 
 @functools.cache
 def _vllm_is_for_gpus() -> bool:
-    if not is_vllm_available():
+    if importlib.util.find_spec("vllm") is None:
         return False
 
     from vllm.platforms import current_platform

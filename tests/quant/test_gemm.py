@@ -252,3 +252,35 @@ def test_a_changed_bias_reaches_a_packed_weight_that_is_kept():
     packed_again, _ = CpuInt4Int8Gemm().forward(x, low_bit_of("W4A8", -1), bias)
     assert same_bytes(after, packed_again)
     assert not same_bytes(after, before)
+
+
+# Kept matrices ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", NAMES)
+def test_a_kept_matrix_changes_no_bit_and_is_made_once(scheme, monkeypatch):
+    gemm = plain_gemm(resolve_scheme(scheme), CPU)
+    keeping = plain_gemm(resolve_scheme(scheme), CPU)
+    keeping.keep_matrices()
+    low_bit = low_bit_of(scheme)
+    x = normal(5, 256, seed=1)
+    grad = normal(5, 128, seed=2)
+    y, _ = gemm.forward(x, low_bit)
+    grad_input = gemm.grad_input(grad, low_bit)
+    made = []
+    new_matrix_from = type(keeping).new_matrix_from
+
+    def counted(self, weight, dtype):
+        made.append(dtype)
+        return new_matrix_from(self, weight, dtype)
+
+    monkeypatch.setattr(type(keeping), "new_matrix_from", counted)
+
+    for _ in range(3):
+        assert torch.equal(keeping.forward(x, low_bit)[0], y)
+        assert torch.equal(keeping.grad_input(grad, low_bit), grad_input)
+    assert made == [torch.float32]
+
+    # Control: other quantized values have another matrix.
+    other = low_bit_of(scheme, seed=1)
+    assert not torch.equal(keeping.grad_input(grad, other), grad_input)

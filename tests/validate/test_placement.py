@@ -85,3 +85,14 @@ def test_a_frozen_base_has_no_shards_but_those_of_fsdp2(tmp_path, monkeypatch, s
 
     with refusal(words):
         check_arguments("model", args, adapter)
+
+
+@pytest.mark.parametrize("sharding", ["2", "zero3"])
+def test_matrices_are_not_kept_beside_shards(tmp_path, monkeypatch, sharding):
+    args = config(tmp_path, quant_keep_matrices=True)
+    check_arguments("org/model", args, {})  # control: one process
+
+    launch(monkeypatch, args, sharding)
+
+    with pytest.raises(ValueError, match="quant_keep_matrices must be false"):
+        check_arguments("org/model", args, {})

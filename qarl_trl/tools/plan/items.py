@@ -196,6 +196,18 @@ def best_utilization(run: Run) -> float:
 # Run ----------------------------------------------------------------------------------------------------------------
 
 
+def kept_matrices(run: Run) -> int:
+    """
+    Bytes of the dequantized matrices that `quant_keep_matrices` keeps between two optimizer steps.
+
+    Args:
+        run: The run.
+    """
+    if not (run.keeps_matrices and run.low_bit_forward):
+        return 0
+    return sum(run.compute * parameter.entries for parameter in run.parameters if parameter.quantized)
+
+
 def moments(run: Run) -> dict[str, dict[str, int]]:
     """
     What is in the memory of each GPU at the two highest peaks.
@@ -213,6 +225,9 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
         "activations": activations(run),
         "work of a layer or the head": backward_work(run),
     }
+
+    if not run.frozen:  # a weight sync after an optimizer step makes new values, which have no matrices yet
+        update["dequantized matrices"] = kept_matrices(run)
 
     # The order of the items is the order of the table's rows.
     rollout = always | engine
@@ -232,6 +247,8 @@ def _always_there(run: Run) -> dict[str, int]:
         "quantized values": sum(parameter.quantized for parameter in run.parameters),
     }
 
+    if run.frozen:  # whose values never change
+        sizes["dequantized matrices"] = kept_matrices(run)
     if run.reference:
         sizes["reference model"] = master_weights
     if run.ranks > 1 and not run.fsdp2:  # DDP copies gradients into buckets to reduce them

@@ -72,6 +72,7 @@ class Run:
         utilization: `vllm_gpu_memory_utilization`.
         sleep: Whether the engine sleeps between rollouts.
         frozen: `lora_base: frozen`: of the base there are only quantized values.
+        keeps_matrices: `quant_keep_matrices`.
         engine_ranks: GPUs of one engine.
         ranks: GPUs of the learner, one process each.
         fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
@@ -91,6 +92,7 @@ class Run:
     utilization: float
     sleep: bool
     frozen: bool = False
+    keeps_matrices: bool = False
     engine_ranks: int = 1
     ranks: int = 1
     fsdp2: bool = False

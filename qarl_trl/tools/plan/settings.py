@@ -67,6 +67,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
         utilization=settings.vllm_gpu_memory_utilization,
         sleep=settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
+        keeps_matrices=settings.quant_keep_matrices,
         engine_ranks=settings.vllm_tensor_parallel_size,
         ranks=gpus,
         fsdp2=fsdp2,

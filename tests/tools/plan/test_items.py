@@ -93,6 +93,37 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, muon, lor
         assert resident(other_run)["optimizer state"] != tensors["optimizer state"]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_kept_matrices_are_those_of_a_trainer(folders, tmp_path, frozen):
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if frozen else None
+    changes = {"lora_base": "frozen"} if frozen else {}
+    trainer = make(
+        folders["dense"],
+        tmp_path,
+        peft_config=adapter,
+        max_steps=1,
+        quant_keep_matrices=True,
+        use_vllm=False,
+        **changes,
+    )
+    ids = torch.tensor([[3, 4, 5]])
+    trainer.model(input_ids=ids).logits.sum().backward()
+    kept = []
+    for _, layer in quantized_modules(trainer.model):
+        kept += [tensor for name, tensor in layer.low_bit().prepared.items() if name.startswith("matrix")]
+
+    config = meta.read_config(folders["dense"])
+    skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
+    # What is not quantized beside a frozen base is bfloat16, and so are its products.
+    run = example_run(skeleton, config, compute=2 if frozen else 4, keeps_matrices=True, frozen=frozen)
+    moments = items.moments(run)
+
+    assert moments["backward"]["dequantized matrices"] == nbytes(kept)
+    # During a rollout only a frozen base has them.
+    assert ("dequantized matrices" in moments["rollout"]) == frozen
+    assert "dequantized matrices" not in items.moments(replace(run, keeps_matrices=False))["backward"]  # control
+
+
 def moments_of_bitsandbytes(trainer):
     """The moments in an optimizer of bitsandbytes, and their scales."""
     tensors = []
