@@ -1,4 +1,4 @@
-"""Twenty minutes on your own GPU: what no CPU can show, as one page of results that you can send us.
+"""Half an hour on your own GPU: what no CPU can show, as one page of results that you can send us.
 
     python tests/gpu/first_run.py              # writes gpu_results.md; --dry: every stage in toy sizes on a CPU
 
@@ -62,7 +62,7 @@ class Result:
     figures: dict[str, Any]
 
 
-# The most valuable first. The limits add up to twenty minutes.
+# The most valuable first. The limits add up to half an hour.
 STAGES = (
     Stage(
         name="quantizer",
@@ -117,6 +117,13 @@ STAGES = (
         limit_s=150,
         function="engine",
         settings={"scheme": "FP8_DYNAMIC", "experts": 8},
+    ),
+    Stage(
+        name="learner, W4A16",
+        question="Seconds of a forward and backward in a real shape, without an engine",
+        limit_s=120,
+        function="learner",
+        settings={"scheme": "W4A16"},
     ),
     Stage(
         name="step, W4A16",
