@@ -78,7 +78,7 @@ class Arm:
                 p.add_(0)
                 p.grad = None
         if self.layers:
-            low_bit_store(self.model).weights_trained()
+            low_bit_store(self.model).weights_changed()
 
     def quantize(self) -> None:
         for layer in self.layers:

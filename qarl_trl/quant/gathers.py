@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,9 +118,18 @@ class MasterShard(Tensor):
 
         # FSDP2 keeps the parameter of its first gather, because gradients accumulate in its `grad`.
         if out is not None:
-            out.content[:] = (weight, sharded)
+            out.content.low_bit = weight
+            out.content.sharded = sharded
             return None
-        return GatheredWeight(size, dtype, outputs[0].device, [weight, sharded]), ()
+        return GatheredWeight(size, dtype, outputs[0].device, _Content(weight, sharded)), ()
+
+
+@dataclass
+class _Content:
+    """What a [`GatheredWeight`] stands for: the whole low-bit weight, and the `DTensor` of its master weights."""
+
+    low_bit: LowBitWeight
+    sharded: DTensor
 
 
 class GatheredWeight(Tensor):
@@ -130,15 +140,14 @@ class GatheredWeight(Tensor):
     Any operation on it is an error. An ordinary tensor without memory would crash, or compute with garbage.
 
     Attributes:
-        content: The low-bit weight, and the `DTensor` of its master weights. A list, so that tensors which autograd
-            and FSDP2 detach from the parameter share its content.
+        content: One object for this parameter and the tensors that autograd and FSDP2 detach from it.
     """
 
-    content: list[Any]
+    content: _Content
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, content: list[Any]) -> GatheredWeight:
+    def __new__(cls, size: torch.Size, dtype: torch.dtype, device: torch.device, content: _Content) -> GatheredWeight:
         weight = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         weight.content = content
         return weight
@@ -146,12 +155,12 @@ class GatheredWeight(Tensor):
     @property
     def low_bit(self) -> LowBitWeight:
         """The low-bit weight, whole."""
-        return self.content[0]
+        return self.content.low_bit
 
     @property
     def sharded(self) -> DTensor:
         """The master weights."""
-        return self.content[1]
+        return self.content.sharded
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

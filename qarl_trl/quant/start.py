@@ -285,29 +285,6 @@ def _load_frozen(
     **settings: Any,
 ) -> PreTrainedModel:
     """Load a model whose layers in `plan` never have a high-precision weight."""
-    quantizes_itself = _class_that_quantizes_itself(architecture, plan, gemm)
-
-    # Without memory for weights this says which layers `plan` matches, and what each must have stored. So a checkpoint
-    # that does not fit is refused before its tensors are read.
-    with torch.device("meta"):
-        skeleton = quantizes_itself(config)
-    frozen: dict[str, Any] = dict(quantized_modules(skeleton))
-    for layer_name, layer in frozen.items():
-        source.check_stored(layer_name, layer.frozen_weight)
-
-    model = _from_tensors(quantizes_itself, source, config, MASTER_CAST_DTYPE, frozen, **settings)
-    # The subclass has done its work. `save_pretrained` writes a model's class into `config.json`, and pickle looks it
-    # up by name, so it must be the one that transformers knows.
-    model.__class__ = architecture
-
-    loaded: Any = quantized_modules(model)
-    for layer_name, layer in loaded:
-        layer.frozen_weight = source.low_bit(layer_name, layer.frozen_weight)
-    return model
-
-
-def _class_that_quantizes_itself(architecture: Any, plan: QuantizationConfig, gemm: GemmChoice) -> Any:
-    """A subclass of a model class, whose new models have frozen layers where `plan` says so."""
 
     # `from_pretrained` calls the constructor, and then loads weights into the parameters that it finds: layers must
     # lose theirs in between. The end of the constructor lies there, and needs no quantizer registered in transformers.
@@ -318,7 +295,24 @@ def _class_that_quantizes_itself(architecture: Any, plan: QuantizationConfig, ge
 
     # transformers derives the loss from the name of the class.
     Frozen.__name__ = architecture.__name__
-    return Frozen
+
+    # Without memory for weights this says which layers `plan` matches, and what each must have stored. So a checkpoint
+    # that does not fit is refused before its tensors are read.
+    with torch.device("meta"):
+        skeleton = Frozen(config)
+    frozen: dict[str, Any] = dict(quantized_modules(skeleton))
+    for layer_name, layer in frozen.items():
+        source.check_stored(layer_name, layer.frozen_weight)
+
+    model = _from_tensors(Frozen, source, config, MASTER_CAST_DTYPE, frozen, **settings)
+    # The subclass has done its work. `save_pretrained` writes a model's class into `config.json`, and pickle looks it
+    # up by name, so it must be the one that transformers knows.
+    model.__class__ = architecture
+
+    loaded: Any = quantized_modules(model)
+    for layer_name, layer in loaded:
+        layer.frozen_weight = source.low_bit(layer_name, layer.frozen_weight)
+    return model
 
 
 def _from_tensors(

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter
 from typing import Any
 
@@ -28,7 +29,7 @@ from .shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import checkpoint_stream
 
 
-# Steps of parameters that need no gradient, and of those whose steps nobody counts.
+# Changes of parameters that need no gradient, and of those whose changes nobody counts.
 NOT_TRAINED = -1
 UNKNOWN = -2
 # Takes parameters; inside the context they are whole. TRL's `DistributedBackend.gather_params`, for ZeRO-3.
@@ -41,14 +42,22 @@ class _State:
     A state of master weights: equal ones mean an equal low-bit weight.
 
     Attributes:
-        step: Number of optimizer steps so far; `NOT_TRAINED`, or `UNKNOWN` if nobody tells the store of steps.
+        changes: How often the store was told of a change so far; `NOT_TRAINED`, or `UNKNOWN` if nobody tells it.
         others: What else the low-bit weight depends on.
         identities: Object, address and version of each parameter that is whole; empty for shards.
     """
 
-    step: int
+    changes: int
     others: tuple[Any, ...]
     identities: tuple[Any, ...] = ()
+
+
+class _Form(Enum):
+    """What a layer has in place of a master weight now."""
+
+    GATHERED = "FSDP2 gathered its quantized values, for a forward"
+    ROWS = "FSDP2 will gather its quantized values; this process has its own rows of master weights"
+    MASTER = "the master weight: whole, or a shard whose quantized values nobody gathers"
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class LowBitStore:
     A weight is made when a forward or a sync first asks for it, and kept until the master weights change. How the
     store learns of a change:
 
-    - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_trained`]). A store that
+    - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_changed`]). A store that
       nobody promised to tell quantizes trained weights on every forward: that is slow, and never wrong. It cannot see
       steps by itself, because fused and sharded optimizers write through aliases, which leave a parameter's version
       as it is;
@@ -83,7 +92,7 @@ class LowBitStore:
     def __init__(self, model: nn.Module | None = None) -> None:
         # By layer, then by the name of the weight. Weak, so that a deleted layer's weights go with it.
         self._kept: weakref.WeakKeyDictionary[Any, dict[str, _Kept]] = weakref.WeakKeyDictionary()
-        self._steps = 0
+        self._changes = 0
         self._is_told = False
         self._sharded = False
         self._model: weakref.ref[nn.Module] | None = None
@@ -130,17 +139,20 @@ class LowBitStore:
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer  # the wrapper calls it, and has no hooks of its own
-        optimizer.register_step_post_hook(lambda *_: self.weights_trained())
+        optimizer.register_step_post_hook(lambda *_: self.weights_changed())
         self.will_be_told()
 
     def will_be_told(self) -> None:
-        """Promise to call [`weights_trained`] after every optimizer step, as a trainer's callback does."""
+        """Promise to call [`weights_changed`] after every optimizer step, as a trainer's callback does."""
         self._is_told = True
         self._look_for_shards()
 
-    def weights_trained(self) -> None:
-        """Say that the optimizer made a step: weights that need no gradient are still up to date."""
-        self._steps += 1
+    def weights_changed(self) -> None:
+        """
+        Say that the optimizer made a step, or that something else may have written to the weights that it trains.
+        Weights that need no gradient are still up to date.
+        """
+        self._changes += 1
         self._look_for_shards()
 
     def forget(self) -> None:
@@ -164,14 +176,14 @@ class LowBitStore:
         Raises:
             ValueError: if a master weight holds NaN or infinity.
         """
-        frozen = layer.frozen_weight
-        if frozen is not None:
-            return frozen
+        if layer.frozen_weight is not None:
+            return layer.frozen_weight
 
         parameters = self._sources(layer, name)
-        if isinstance(parameters[0], GatheredWeight):  # in a forward under FSDP2, which gathered the quantized values
+        form = _form_of(parameters[0])
+        if form is _Form.GATHERED:
             return parameters[0].low_bit
-        if gathers_low_bit(parameters[0]):  # outside of a forward: this process has only its own rows
+        if form is _Form.ROWS:
             return quantize_shards(parameters[0], layer.scheme, self.rows_of(layer, name))
 
         state = self._state_of(layer, name, parameters)
@@ -184,7 +196,7 @@ class LowBitStore:
         shard = weight.to_local()
         # A write to a shard raises one of the two versions.
         versions = (shard.data_ptr(), shard._version, weight._version)
-        state = _State(self._step_of([weight]), versions)
+        state = _State(self._changes_of([weight]), versions)
         return self._keep(layer, parameter, state, lambda: quantize_rows(weight, layer.scheme))
 
     def kept(self) -> dict[str, LowBitWeight]:
@@ -199,7 +211,7 @@ class LowBitStore:
 
     def tensors(self, gather: Gather = nullcontext) -> Iterator[tuple[str, Tensor]]:
         """
-        Every tensor of the low-bit checkpoint, as the master weights are now: for weight syncs and files.
+        [`iter_low_bit_weights`] of the store's model, for a loop of one's own.
 
         Args:
             gather: Makes parameters whole, under ZeRO-3. Collective there and under FSDP2: every process must iterate.
@@ -208,7 +220,7 @@ class LowBitStore:
             Checkpoint names and tensors, see [`~qarl_trl.quant.stream.checkpoint_stream`]. A forward after it uses the
             same tensors.
         """
-        yield from checkpoint_stream(self.model, self.fresh_weight_of, gather)
+        yield from iter_low_bit_weights(self.model, gather)
 
     @torch.no_grad()
     def fresh_weight_of(self, layer: LowBitLayer, name: str) -> LowBitWeight:
@@ -250,7 +262,7 @@ class LowBitStore:
         """The kept weight, if it was made in this `state`; otherwise a new one, which is kept."""
         of_layer = self._kept.setdefault(layer, {})
         kept = of_layer.pop(name, None)
-        if kept is None or kept.state != state or state.step == UNKNOWN:
+        if kept is None or kept.state != state or state.changes == UNKNOWN:
             del kept  # frees the old values before new ones are made
             kept = _Kept(make(), state)
 
@@ -260,22 +272,22 @@ class LowBitStore:
     def _state_of(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> _State:
         """The state of the master weights that a low-bit weight would be made from now."""
         # A layer that shares its global scale changes with the weights of the others.
-        step = self._step_of([*parameters, *(other.weight for other in layer.merged_with)])
+        changes = self._changes_of([*parameters, *(other.weight for other in layer.merged_with)])
         others = layer.depends_on(name)
         if self._sharded or any(map(_is_shard, parameters)):
             # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same
             # version, and ZeRO-3 puts it at another address in each forward.
-            return _State(step, others)
+            return _State(changes, others)
 
         # Address and version are not enough: a new parameter may be at the address of a freed one, with its version.
         identities = tuple((WeakIdRef(param), param.data_ptr(), param._version) for param in parameters)
-        return _State(step, others, identities)
+        return _State(changes, others, identities)
 
-    def _step_of(self, parameters: list[Any]) -> int:
-        """The last optimizer step that may have changed one of these parameters."""
+    def _changes_of(self, parameters: list[Any]) -> int:
+        """How often one of these parameters may have changed."""
         if not any(param.requires_grad for param in parameters):
             return NOT_TRAINED
-        return self._steps if self._is_told else UNKNOWN
+        return self._changes if self._is_told else UNKNOWN
 
     def _sources(self, layer: Any, name: str) -> list[Any]:
         # By attribute: `torch.func` puts tensors that are no `nn.Parameter`s in their places.
@@ -320,8 +332,8 @@ def find_store(model: nn.Module) -> LowBitStore | None:
 
 def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iterator[tuple[str, Tensor]]:
     """
-    Yield every tensor of the checkpoint of `model`: low-bit if it is quantized ([`LowBitStore.tensors`]), else
-    bfloat16.
+    Yield every tensor of the checkpoint of `model`, as the master weights are now: low-bit if it is quantized, else
+    bfloat16. Weight syncs and files have these.
 
     Args:
         model: A model, or a `PeftModel`, whose active adapter is merged.
@@ -330,6 +342,14 @@ def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iter
     store = find_store(model)
     weight_of = None if store is None else store.fresh_weight_of
     yield from checkpoint_stream(model, weight_of, gather)
+
+
+def _form_of(parameter: Tensor) -> _Form:
+    if isinstance(parameter, GatheredWeight):
+        return _Form.GATHERED
+    if gathers_low_bit(parameter):
+        return _Form.ROWS
+    return _Form.MASTER
 
 
 def _is_sharded(model: nn.Module) -> bool:

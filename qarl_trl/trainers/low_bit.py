@@ -277,12 +277,12 @@ class _TellStore(TrainerCallback):
         self._store.forget()  # a checkpoint may have been loaded
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A callback may have written to the weights between two steps, as an average of them is (EMA). It costs
-        # nothing unless something asked for low-bit weights since the last step.
-        self._store.weights_trained()
+        # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing
+        # asked for low-bit weights since the last step, it costs nothing.
+        self._store.weights_changed()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._store.weights_trained()
+        self._store.weights_changed()
 
 
 class _CheckLayers(TrainerCallback):

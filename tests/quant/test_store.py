@@ -90,7 +90,7 @@ def test_a_store_that_follows_sees_what_a_parameter_does_not_show(make_optimizer
     kept = layer.low_bit()
     layer.weight.data.mul_(-1)
     assert layer.low_bit() is kept
-    store.weights_trained()
+    store.weights_changed()
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
 
 
@@ -341,7 +341,7 @@ def test_the_base_under_an_adapter_is_kept_beside_the_merged_weight():
     assert not same_tensors(kept[f"{name}.default"].tensors, kept[f"{name}."].tensors)  # control
 
     # After a step the merged weight is another, and the base is not.
-    store.weights_trained()
+    store.weights_changed()
     model(make_input(2))
     with model.disable_adapter():
         model(make_input(2))
@@ -493,7 +493,7 @@ def test_a_store_does_not_keep_its_model_alive():
         store.kept()
 
     # A layer that outlives it still follows its master weight, and can get another model.
-    store.weights_trained()
+    store.weights_changed()
     layer.weight.data.mul_(-1)
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
     store.forget()
