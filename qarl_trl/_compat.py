@@ -57,10 +57,21 @@ def check_versions(*packages: str) -> None:
             raise ImportError(reason)
 
 
-# Under DDP the Trainer resumes with `map_location` "cpu:0", accelerate's name of a CPU; torch 2.13 knows only "cpu".
-torch.serialization.register_package(
-    9, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
-)
+def _load_to_numbered_cpus() -> None:
+    """
+    Let `torch.load` take "cpu:0" as a place.
+
+    Under DDP the Trainer resumes with this `map_location`, accelerate's name of a CPU; torch 2.13 knows only "cpu".
+    """
+
+    def is_there(storage: Any, place: str) -> Any:
+        return storage if place.startswith("cpu:") else None
+
+    # Before torch's own places, which begin at 10.
+    torch.serialization.register_package(9, lambda storage: None, is_there)
+
+
+_load_to_numbered_cpus()
 
 
 # TRL's module as a name, because importing it imports vLLM, which the checks of settings do not need.
@@ -123,16 +134,19 @@ def _shared_zeros() -> AbstractContextManager:
             return original(model, *args)
 
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            zeros: torch.Tensor
-            if isinstance(tensor, torch.nn.Parameter):
-                zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                zeros = torch.nn.Parameter(zero, tensor.is_floating_point())
-            else:
-                zeros = torch.zeros_like(tensor, device="cpu")
             parent, _, local = name.rpartition(".")
-            setattr(model.get_submodule(parent), local, zeros)
+            setattr(model.get_submodule(parent), local, _zeros_like(tensor))
 
     return patch.object(PreTrainedModel, original.__name__, fill)
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros on the CPU: for a parameter one zero that all its entries share, for a buffer ordinary ones."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return torch.zeros_like(tensor, device="cpu")
+
+    zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    return torch.nn.Parameter(zero, requires_grad=tensor.is_floating_point())
 
 
 def _sharded_reference(module: str) -> AbstractContextManager:
@@ -243,8 +257,19 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
 
 def keep_float32(accelerator: Any) -> None:
     """
-    Under FSDP2 in 16-bit precision, keep log-probs in float32, as TRL computes them, and reduce gradients in float32.
-    Under DeepSpeed ZeRO-3 reduce and accumulate gradients in float32, unless its configuration sets another dtype.
+    Keep log-probs and sums of gradients in float32, whatever shards the model.
+
+    Args:
+        accelerator: Before it prepares the model.
+    """
+    _keep_float32_under_fsdp2(accelerator)
+    if is_zero3(accelerator.state):
+        _keep_float32_under_zero3(accelerator.state.deepspeed_plugin.deepspeed_config)
+
+
+def _keep_float32_under_fsdp2(accelerator: Any) -> None:
+    """
+    In 16-bit precision, return outputs as the model computes them, and reduce gradients in float32.
 
     accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all outputs of the model to
     the parameters' dtype. Around -3, bfloat16 log-probs are up to 0.016 apart, and the paper's trust bands are 0.0004
@@ -255,11 +280,17 @@ def keep_float32(accelerator: Any) -> None:
     if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
         policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
         plugin.mixed_precision_policy = policy
-    if is_zero3(accelerator.state):
-        config = accelerator.state.deepspeed_plugin.deepspeed_config
-        config["communication_data_type"] = config.get("communication_data_type") or "fp32"
-        config["data_types"] = {"grad_accum_dtype": None} | (config.get("data_types") or {})
-        config["data_types"]["grad_accum_dtype"] = config["data_types"]["grad_accum_dtype"] or "fp32"
+
+
+def _keep_float32_under_zero3(config: dict[str, Any]) -> None:
+    """Reduce and accumulate gradients in float32, unless DeepSpeed's `config` sets another dtype."""
+    if not config.get("communication_data_type"):
+        config["communication_data_type"] = "fp32"
+
+    data_types = dict(config.get("data_types") or {})
+    if not data_types.get("grad_accum_dtype"):
+        data_types["grad_accum_dtype"] = "fp32"
+    config["data_types"] = data_types
 
 
 def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
