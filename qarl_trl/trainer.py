@@ -164,7 +164,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         logged.
         """
         if self._mode == "train":
-            # Until the next optimizer step every ratio of these completions must be 1, see `_measure`.
+            # Until the next optimizer step every ratio of these completions must be 1, see `_measure_ratios`.
             self._step_of_rollout = self.state.global_step
 
         output = super()._generate_and_score_completions(inputs)
@@ -177,7 +177,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
             output["importance_sampling_ratio"] = weight.unsqueeze(1)
 
-        if old is not None and self._compares_sampler:  # without `old` see `_measure`
+        if old is not None and self._compares_sampler:  # without `old` see `_measure_mismatch`
             self._log_mismatch(old, sampling, mask)
         return output
 
@@ -244,21 +244,41 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
     # Loss ------------------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """
-        TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; also logs the metrics of its
-        ratios.
-        """
-        if not self._tbpo:
+        """TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; logs what its ratios say."""
+        if self._tbpo:
+            other_terms, logps, entropies = self._terms_beside_the_policy_loss(model, inputs)
+            policy_loss = self._tbpo_loss(logps, entropies, inputs)
+            micro_batches = self.current_gradient_accumulation_steps if self._mode == "train" else 1
+            loss = policy_loss / micro_batches + other_terms
+        else:
             loss = super()._compute_loss(model, inputs)
             logps, _ = self._take_forward()
-            self._measure(logps.detach(), inputs)
-            return loss
 
-        # With advantages of zero nothing is left of TRL's policy loss. Its KL penalty, entropy bonus and balancing
-        # loss stay, and so does the forward pass, whose log-probs TBPO shares.
+        self._measure_ratios(logps.detach(), inputs)
+        self._measure_mismatch(logps.detach(), inputs)
+        if self._tbpo and self._entropy_bonus_enabled:
+            # Then TRL logs its policy loss, of which here only the KL penalty is left.
+            both = self._metrics[self._mode]["policy_loss"][-1] + self._mean_of_all(policy_loss)
+            self._replace_metric("policy_loss", both)
+        return loss
+
+    def _terms_beside_the_policy_loss(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """
+        TRL's KL penalty, entropy bonus and balancing loss, divided by the micro-batches as TRL does.
+
+        Returns:
+            Their sum, and log-probs and entropies `(B, T)` of the forward pass, which TBPO shares.
+        """
+        # With advantages of zero nothing is left of TRL's policy loss.
         zeros = torch.zeros_like(inputs["advantages"])
         other_terms = super()._compute_loss(model, inputs | {"advantages": zeros})
         logps, entropies = self._take_forward()
+        return other_terms, logps, entropies
+
+    def _tbpo_loss(self, logps: Tensor, entropies: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+        """[`tbpo_loss`] of a micro-batch."""
         if logps.dtype != torch.float32:
             # One rounding step of a smaller dtype is wider than the trust bands. FSDP's mixed precision casts the
             # model's outputs.
@@ -267,7 +287,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         weight = None
         if self.use_vllm and self.vllm_importance_sampling_correction:  # TRL's condition
             weight = inputs["importance_sampling_ratio"].squeeze(1)
-        policy_loss = tbpo_loss(
+        return tbpo_loss(
             logps,
             _old_logps(logps, inputs),
             inputs["advantages"],
@@ -276,13 +296,6 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             weight=weight,
             kept=self._kept_tokens(logps, entropies, inputs),
         )
-        self._measure(logps.detach(), inputs)
-        if self._entropy_bonus_enabled:  # then TRL logs its policy loss, of which here only the KL penalty is left
-            both = self._metrics[self._mode]["policy_loss"][-1] + self._mean_of_all(policy_loss)
-            self._replace_metric("policy_loss", both)
-
-        micro_batches = self.current_gradient_accumulation_steps if self._mode == "train" else 1
-        return policy_loss / micro_batches + other_terms
 
     def _kept_tokens(self, logps: Tensor, entropies: Tensor | None, inputs: dict[str, Any]) -> Tensor | None:
         """TRL's masks of the policy loss, `(B, 1)` or `(B, T)`: off-policy completions, and tokens of low entropy."""
@@ -322,7 +335,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
                 self._replace_metric(f"sampling/importance_sampling_ratio/{name}", weight)
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args.mismatch_abort_threshold)
 
-    def _measure(self, logps: Tensor, inputs: dict[str, Any]) -> None:
+    def _measure_ratios(self, logps: Tensor, inputs: dict[str, Any]) -> None:
         """Log how far the policy moved since it sampled, and the error tokens."""
         written = written_tokens(inputs, self._tokenizer.pad_token_id)
         errors = find_error_tokens(inputs["completion_ids"], written)
@@ -331,11 +344,14 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         measured = measure_ratios(
             logps, inputs, errors, self.args.trust_band, prefix, self.accelerator.gather, is_fresh
         )
+
         for name, value in measured.items():
             self._log_value(name, value)
         if self._tbpo:
             self._log_clipped(measured["ratio/neg_low_frac"], measured["ratio/pos_high_frac"])
 
+    def _measure_mismatch(self, logps: Tensor, inputs: dict[str, Any]) -> None:
+        """Log how far learner and sampler are apart, where the rollout batch had no `old` to tell it from."""
         if self._compares_sampler and "old_per_token_logps" not in inputs:
             # TRL computes no `old` if no update comes before the loss: then `logps` belongs to the weights that
             # sampled.

@@ -182,13 +182,13 @@ def test_without_a_correction_the_logp_diff_is_that_of_all_tokens(trainer_with_s
     """With one update to a rollout batch TRL computes no `old`, and the current log-probs take its place."""
     ours = trainer_with_sampler_logps(updates)
     measured = []
-    measure = ours._measure
+    measure = ours._measure_mismatch
 
     def spy(logps, inputs):
         measured.append((logps, inputs))
         measure(logps, inputs)
 
-    ours._measure = spy
+    ours._measure_mismatch = spy
     ours.train()
     values = logged(ours, "mismatch/logp_diff_mean")
     evaluated = ours.evaluate(prompts(8))
