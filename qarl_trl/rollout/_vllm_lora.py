@@ -7,9 +7,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
@@ -84,7 +83,7 @@ def adapter_place(model: Any) -> str | None:
 
 def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """
-    Send `weights` to an engine: first the base, if `weights` begin with it, then the factors of the adapter.
+    Send `weights` to an engine: the base, if `weights` begin with it, and then the factors of the adapter.
 
     Args:
         llm: A colocated `vllm.LLM`.
@@ -94,26 +93,51 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     Raises:
         RuntimeError: if the engine does not take all of the adapter.
     """
-    factors: dict[str, Tensor] = {}
-    base = _without_factors(weights, factors)
+    stream = _Lookahead(weights)
+    if stream.has_next and not _is_factor(stream.next_name):
+        base = stream.until(_is_factor)
+        _vllm.reload_engine(llm, _inside_wrappers(llm, base))
 
-    first = next(base, None)
-    if first is not None:
-        _vllm.reload_engine(llm, _inside_wrappers(llm, chain([first], base)))
-
-    _save_adapter(factors, folder)
+    _save_adapter(dict(stream), folder)
     _load_adapter(llm, folder)
 
 
-def _without_factors(
-    weights: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of the base; put those of the adapter into `factors`."""
-    for name, tensor in weights:
-        if ".lora_" in name:
-            factors[name] = tensor
-        else:
-            yield name, tensor
+def _is_factor(name: str) -> bool:
+    """Whether a tensor is one of the adapter's factors."""
+    return ".lora_" in name
+
+
+class _Lookahead:
+    """
+    A stream of names and tensors whose next name is known before it is read.
+
+    Args:
+        weights: Names and tensors.
+    """
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._weights = iter(weights)
+        self._next = next(self._weights, None)
+
+    @property
+    def has_next(self) -> bool:
+        """Whether anything is left."""
+        return self._next is not None
+
+    @property
+    def next_name(self) -> str:
+        """The name of what is read next; `""` if nothing is left."""
+        return "" if self._next is None else self._next[0]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.until(lambda name: False)
+
+    def until(self, ends: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
+        """Read up to the first name that `ends` the part, which stays to be read."""
+        while self._next is not None and not ends(self._next[0]):
+            current = self._next
+            self._next = next(self._weights, None)
+            yield current
 
 
 def _inside_wrappers(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,7 @@ LORA = (
 )
 FROZEN_BASE = "--lora_base frozen"
 LIGER = "--use_liger_kernel true"
+ADAPTERS = ("LoRA", "LoRA, frozen base")  # among the names of `_ways`
 
 # From further options, as text, to the run with them. `ValueError` if the trainer would refuse it.
 RunOf = Callable[[str], Run]
@@ -39,10 +40,12 @@ class Way:
     Attributes:
         text: Its options, or if the run is refused with them, why.
         run: The run with them; `None` if it is refused.
+        has_adapter: Whether it trains an adapter instead of the weights: another training, which the user chooses.
     """
 
     text: str
     run: Run | None
+    has_adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def _take_each_alone(ways: dict[str, str], run_of: RunOf) -> dict[str, Way]:
     for name, options in ways.items():
         # Shown rather than left out, so that the user learns why a known option is not offered.
         try:
-            alone[name] = Way(options, run_of(options))
+            alone[name] = Way(options, run_of(options), has_adapter=name in ADAPTERS)
         except ValueError as error:
             alone[name] = Way(str(error), run=None)
     return alone
@@ -148,8 +151,8 @@ def _take_each_alone(ways: dict[str, str], run_of: RunOf) -> dict[str, Way]:
 
 def _combinations_that_fit(alone: dict[str, Way], settings: Any, run_of: RunOf) -> dict[str, Run]:
     """Few options that make the run fit, and the run with them: without a new adapter, and with each kind of one."""
-    # An adapter changes what is trained, so it is not one of the levers: the user chooses between these answers.
-    adapters = [way.text for way in alone.values() if way.run is not None and "lora" in way.text]
+    # An adapter is not one of the levers: the user chooses between these answers.
+    adapters = [way.text for way in alone.values() if way.has_adapter]
 
     together = {}
     for base in ["", *adapters]:
