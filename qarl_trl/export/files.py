@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 LOW_BIT_FOLDER = "low_bit"
 # The frozen low-bit base of an adapter.
 BASE_FOLDER = "base"
+# What a run makes in its output folder, and may overwrite or delete.
+_OF_A_RUN = re.compile(rf"{LOW_BIT_FOLDER}|{BASE_FOLDER}|checkpoint-\d+")
 # Beside an adapter of a frozen base: a digest of the base.
 BASE_CONFIG = "base_config.json"
 # Files that hold the weights of a base.
@@ -46,6 +49,37 @@ def check_writable(folder: str | os.PathLike[str], field: str) -> None:
             file.write(b"0")
     except OSError as error:
         raise OSError(f"{field}={str(folder)!r} must be a folder that can be written: {error}.") from error
+
+
+def check_apart(folder: str | os.PathLike[str], field: str, model: str | os.PathLike[str]) -> None:
+    """
+    Refuse to write into the folder of a model that is only to be read, or into the folders that a run makes in its
+    output folder, if the model lies there.
+
+    Args:
+        folder: The folder to write into. It need not exist: one with the name of a model on the Hub would be taken for
+            the model from then on.
+        field: The setting that names it, for the message.
+        model: The model's folder or Hub id; empty for a model without one.
+
+    Raises:
+        ValueError: if they are the same.
+    """
+    if not str(model):
+        return
+
+    output = Path(folder).resolve()
+    place = Path(model).resolve()
+    if not place.is_relative_to(output):
+        return
+
+    # Another folder in it is the user's, and stays.
+    inside = place.relative_to(output).parts
+    if not inside or _OF_A_RUN.fullmatch(inside[0]):
+        raise ValueError(
+            f"{field}={str(folder)!r} must not be the folder of the model {str(model)!r}, which would be overwritten. "
+            "Use another."
+        )
 
 
 def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:

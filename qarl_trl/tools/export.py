@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
     from ..export import check_target, check_writable, save_low_bit
     from ..export.card import base_facts, write_card
-    from ..export.files import tensor_shapes
+    from ..export.files import check_apart, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> None:
     source = _find_source(args)
     # Reads only the headers of the weight files, and so finds one that is cut off.
     tensor_shapes(args.checkpoint)
+    for folder in (args.checkpoint, source.base):
+        check_apart(args.output, "output", folder)
     check_writable(args.output, "output")
     check_target(args.output)
 
