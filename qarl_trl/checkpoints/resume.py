@@ -16,7 +16,7 @@ from ..export.files import digest
 from ..guards import on_first
 from ..quant.names import adapter_configs, base_model
 from ..quant.scheme import describe_scheme
-from .folder import INCOMING, checkpoint_folders, damage, finished, read_manifest
+from .folder import INCOMING, REPLACED, checkpoint_folders, damage, finished, read_manifest
 from .lock import holding
 
 
@@ -133,13 +133,16 @@ def _find_newest(wish: str, output_dir: Path) -> str | None:
 
 
 def _put_back(output_dir: Path) -> None:
-    """Move a complete checkpoint to its place, if a kill came between the two renames of `commit`."""
-    for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):
-        place = output_dir / folder.name
-        # `holding` raises `ValueError` while another run holds the output folder. The checkpoint is then that run's.
-        with suppress(ValueError), holding(output_dir):
-            if not place.exists() and damage(folder) is None:
-                folder.rename(place)
+    """Move a complete checkpoint to its place, if a kill or an error came between the two renames of `commit`."""
+    # The new one first. The one that it replaces returns only if nothing has its place.
+    for place_of_others in (INCOMING, REPLACED):
+        for folder in output_dir.glob(f"{place_of_others}/checkpoint-*"):
+            place = output_dir / folder.name
+            # `holding` raises `ValueError` while another run holds the output folder. The checkpoint is then that
+            # run's.
+            with suppress(ValueError), holding(output_dir):
+                if not place.exists() and damage(folder) is None:
+                    folder.rename(place)
 
 
 def _damaged(output_dir: Path) -> list[str]:

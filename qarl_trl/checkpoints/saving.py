@@ -206,14 +206,16 @@ class CheckpointMixin:
 
             if self.args.should_save:
                 commit(incoming / name, output_dir / name, **facts)
-                rotate(output_dir, self.args.save_total_limit)
-                shutil.rmtree(incoming, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(incoming, ignore_errors=True)
-            raise OSError(f"{name} could not be saved: {error}. Earlier checkpoints are unchanged.") from error
+            raise OSError(f"{name} could not be saved: {error}. Other checkpoints are unchanged.") from error
         finally:
             self._incoming = None
+
+        if self.args.should_save:
+            rotate(output_dir, self.args.save_total_limit)
+            shutil.rmtree(incoming, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
     def _save_rng_state(self, output_dir: str) -> None:
