@@ -25,8 +25,8 @@ BASE_FOLDER = "base"
 _OF_A_RUN = re.compile(rf"{LOW_BIT_FOLDER}|{BASE_FOLDER}|checkpoint-\d+")
 # Beside an adapter of a frozen base: a digest of the base.
 BASE_CONFIG = "base_config.json"
-# Files that hold the weights of a base.
-_WEIGHTS = "model*.safetensors"
+# The files of weights that transformers, peft and vLLM read. Others are the user's ("model-backup.safetensors").
+_WEIGHTS = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors")
 # A digest reads so many bytes at about so many places of a weight file.
 _SAMPLE_BYTES = 256
 _SAMPLES = 256
@@ -123,7 +123,7 @@ def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> Non
     config["revision"] = revision
     file.write_text(json.dumps(config, indent=2))
 
-    weights = sorted(base.glob(_WEIGHTS))
+    weights = weight_files(base)
     weights_digest = digest(weights) if weights else None
     (adapter / BASE_CONFIG).write_text(json.dumps({"weights": weights_digest}))
 
@@ -167,8 +167,21 @@ def check_base(adapter: Path, base: Path) -> None:
     expected = json.loads((adapter / BASE_CONFIG).read_text())["weights"]
     if not expected:
         return
-    if digest(sorted(base.glob(_WEIGHTS))) != expected:
+    if digest(weight_files(base)) != expected:
         raise ValueError(f"{base} has other weights than the base beside which the adapter {adapter} was trained.")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """
+    Find the files of weights of a model or an adapter.
+
+    Args:
+        folder: The folder. One that does not exist has no files.
+
+    Returns:
+        The files in the order of their names. Copies that a user made beside them are left out.
+    """
+    return sorted(file for file in folder.glob("*.safetensors") if _WEIGHTS.fullmatch(file.name))
 
 
 def digest(files: Iterable[Path]) -> str:

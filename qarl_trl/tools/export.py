@@ -257,7 +257,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
 
 def push(argv: Sequence[str]) -> None:
     """
-    Push a low-bit folder to the Hub, and put its Hub id into its card.
+    Push a low-bit folder to the Hub, with its Hub id in the card there.
 
     Args:
         argv: Options of `qarl-trl push`.
@@ -268,18 +268,13 @@ def push(argv: Sequence[str]) -> None:
     """
     args = _push_parser().parse_args(argv)
 
-    from ..export.card import ADDRESS, CARD, model_card
+    from ..export.card import model_card
     from ..export.push import open_repo
     from ..export.push import push as push_model
 
     # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision)
-
-    # Before the push, so that the card on the Hub has the address, too.
-    card = args.folder / CARD
-    if card.exists():
-        card.write_text(card.read_text().replace(ADDRESS, name))
 
     commit = push_model(args.folder, name, "Low-bit model", revision=args.revision)
     print(f"pushed: {commit.commit_url}")
@@ -289,7 +284,7 @@ def _push_parser() -> argparse.ArgumentParser:
     """The options of `qarl-trl push`."""
     parser = argparse.ArgumentParser(
         prog="qarl-trl push",
-        description="Push a low-bit folder to the Hub, and put its Hub id into its card.",
+        description="Push a low-bit folder to the Hub, with its Hub id in the card there.",
         allow_abbrev=False,
     )
 
