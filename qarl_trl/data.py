@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,13 +140,16 @@ def local_path(name_or_path: str) -> Path | None:
 
     Raises:
         FileNotFoundError: if the name is that of a file which is missing.
-        ValueError: for a file of an unknown kind.
+        ValueError: for a file of an unknown kind, or a folder whose path datasets would take for a pattern.
     """
     path = Path(name_or_path).expanduser()
     if path.suffix in BUILDERS and not path.exists():
         raise FileNotFoundError(f"The dataset {name_or_path!r} was not found at {path.absolute()}.")
     if path.is_file() and path.suffix not in BUILDERS:
         raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(BUILDERS)}.")
+    # Escaped, datasets does not find a folder; as it is, datasets reads others: data1 for data[1].
+    if path.is_dir() and glob.has_magic(str(path.absolute())):
+        raise ValueError(f"The dataset's folder must have no *, ? or [ in its path, got {str(path.absolute())!r}.")
     return path if path.exists() else None
 
 
@@ -169,7 +173,8 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
     try:
         if path is not None and path.is_file():
             # A file has one split, so give it the name that is asked for, without the slice.
-            files = {split.partition("[")[0]: str(path)}
+            # Absolute and escaped: datasets takes the name as a pattern, and the current folder is a part of it.
+            files = {split.partition("[")[0]: glob.escape(str(path.absolute()))}
             return load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
     except (DatasetGenerationError, ValueError) as error:

@@ -302,7 +302,11 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
         print(describe_options())
         return None
 
+    from .checkpoints.resume import check_start
+
     script_args, training_args, model_args = parse(argv)
+    # The trainer checks this too, but only after the model has loaded: a script says in `train()` what it resumes.
+    check_start(training_args.resume_from_checkpoint, training_args)
     if script_args.dry_run:
         # Finds a reward that cannot be imported.
         load_rewards(script_args.reward_funcs, script_args.reward_timeout)

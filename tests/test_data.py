@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -48,6 +49,32 @@ def test_file_becomes_prompt_and_answer_only(write, name):
 
     assert dataset.column_names == ["prompt", "answer"]
     assert dataset[:] == {"prompt": [user("1+1?"), user("2+2?")], "answer": ["2", "4"]}
+
+
+@pytest.mark.parametrize("name", ["set[1].jsonl", "a*b.json", "q?.parquet", "s[0-9]/[x].jsonl"])
+def test_a_name_with_wildcards_is_that_file_alone(write, tmp_path, monkeypatch, name):
+    (tmp_path / "s[0-9]").mkdir()
+    (tmp_path / "s1").mkdir()
+    write([{"problem": "right", "answer": "1"}], name)
+    others = ["set1.jsonl", "axb.json", "qq.parquet", "s1/x.jsonl"]  # what the names match as patterns
+    for other in others:
+        write([{"problem": "wrong", "answer": "1"}], other)
+
+    assert load_math_dataset(str(tmp_path / name))["prompt"] == [user("right")]
+
+    # Also in a folder with such a name.
+    monkeypatch.chdir((tmp_path / name).parent)
+    assert load_math_dataset(Path(name).name)["prompt"] == [user("right")]
+
+
+def test_a_folder_with_wildcards_is_refused_because_datasets_would_read_another(write, tmp_path):
+    for folder in ("data[1]", "data1"):
+        (tmp_path / folder).mkdir()
+        write([{"problem": folder, "answer": "1"}], f"{folder}/x.jsonl")
+
+    with pytest.raises(ValueError, match=r"must have no .* in its path, got '.*/data\[1\]'"):
+        load_math_dataset(str(tmp_path / "data[1]"))
+    assert load_math_dataset(str(tmp_path / "data1"))["prompt"] == [user("data1")]  # control
 
 
 @pytest.mark.parametrize(

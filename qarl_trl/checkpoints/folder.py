@@ -15,6 +15,8 @@ from ..export.files import apply_umask, flush
 MANIFEST = "manifest.json"
 # Folder in which a checkpoint is written. Uploads of the output folder skip names that begin with an underscore.
 INCOMING = "_incoming"
+# Folder of a checkpoint that another of the same step is just replacing. A failed save does not delete it.
+REPLACED = "_replaced"
 
 
 def commit(folder: Path, target: Path, **facts: Any) -> None:
@@ -26,6 +28,10 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         target: Where the checkpoint belongs. This replaces a checkpoint that is already there.
         facts: Further entries of the manifest, which also has the size of each file and a number that grows from
             checkpoint to checkpoint.
+
+    Raises:
+        OSError: if the disk fails. A checkpoint that was there before is in its place again; if even that fails, the
+            message says where it is.
     """
     apply_umask(folder)
     # Content must be on the disk before the manifest, whose presence says that the checkpoint is complete.
@@ -35,11 +41,31 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     flush(folder)
 
     # No file system replaces a folder that is not empty by a rename.
+    aside = target.parent / REPLACED / target.name
     if target.exists():
-        target.rename(folder.with_name("replaced"))
-    folder.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.parent.mkdir(exist_ok=True)
+        target.rename(aside)
+
+    try:
+        folder.rename(target)
+    except OSError:
+        if aside.exists():
+            _restore(aside, target)
+        raise
     # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
+    shutil.rmtree(aside.parent, ignore_errors=True)
+
+
+def _restore(aside: Path, target: Path) -> None:
+    """Put a checkpoint back to where another should have replaced it. `OSError` with its place if that fails."""
+    try:
+        aside.rename(target)
+    except OSError as error:
+        raise OSError(
+            f"{error}; the earlier {target.name} is complete in {aside}: move it back, or resume, which does"
+        ) from error
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
@@ -145,11 +171,17 @@ def rotate(output_dir: Path, limit: int | None) -> None:
     Args:
         output_dir: The run's output folder.
         limit: Number of checkpoints that remain; `None` or 0 deletes none.
+
+    Raises:
+        OSError: if one cannot be moved away. It stays complete.
     """
     if not limit or limit < 0:
         return
 
     for folder in finished(output_dir)[:-limit]:
         # Moved away first, so that an interrupted deletion leaves no damaged checkpoint.
-        moved = folder.rename(output_dir / INCOMING / folder.name)
+        try:
+            moved = folder.rename(output_dir / INCOMING / folder.name)
+        except OSError as error:
+            raise OSError(f"{folder} could not be deleted (save_total_limit={limit}): {error}.") from error
         shutil.rmtree(moved, ignore_errors=True)

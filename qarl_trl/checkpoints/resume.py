@@ -16,7 +16,7 @@ from ..export.files import digest
 from ..guards import on_first
 from ..quant.names import adapter_configs, base_model
 from ..quant.scheme import describe_scheme
-from .folder import INCOMING, checkpoint_folders, damage, finished, read_manifest
+from .folder import INCOMING, REPLACED, checkpoint_folders, damage, finished, read_manifest
 from .lock import holding
 
 
@@ -60,6 +60,45 @@ def resume_path(wish: str | bool | None, args: Any, identity: Mapping[str, Any] 
     return on_first(args, decide)
 
 
+def check_start(checkpoint: str | None, args: Any) -> None:
+    """
+    Refuse to begin another run beside the checkpoints of an earlier one: their numbers would be taken, and
+    `save_total_limit` would delete them. The first process decides for all.
+
+    Args:
+        checkpoint: The checkpoint to resume from, from [`resume_path`]. `None`: the run starts from the beginning.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: if `args.output_dir` holds checkpoints, complete or not, and `checkpoint` does not lie beside them.
+            The other processes raise `OSError`.
+    """
+    output_dir = Path(args.output_dir)
+
+    def check() -> None:
+        _put_back(output_dir)
+        present = sorted((folder.name for folder in checkpoint_folders(output_dir)), key=_step)
+        goes_on = checkpoint is not None and Path(checkpoint).resolve().parent == output_dir.resolve()
+        if not present or goes_on:
+            return
+
+        if checkpoint is None:
+            continues = "resume_from_checkpoint: auto continues that run"
+        else:
+            continues = f"resume_from_checkpoint: {output_dir / present[-1]} continues that run"
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} holds checkpoints of another run ({', '.join(present[:3])}), which this "
+            f"one would overwrite or delete: {continues}; another output_dir, or moving them, starts a new one."
+        )
+
+    on_first(args, check)
+
+
+def _step(name: str) -> int:
+    """The optimizer step in the name of a checkpoint's folder."""
+    return int(name.removeprefix("checkpoint-"))
+
+
 def _find(wish: str, output_dir: Path) -> str | None:
     """The complete checkpoint that a wish means; `None` if the run should start from the beginning."""
     if wish.lower() == "false":
@@ -94,13 +133,16 @@ def _find_newest(wish: str, output_dir: Path) -> str | None:
 
 
 def _put_back(output_dir: Path) -> None:
-    """Move a complete checkpoint to its place, if a kill came between the two renames of `commit`."""
-    for folder in output_dir.glob(f"{INCOMING}/checkpoint-*"):
-        place = output_dir / folder.name
-        # `holding` raises `ValueError` while another run holds the output folder. The checkpoint is then that run's.
-        with suppress(ValueError), holding(output_dir):
-            if not place.exists() and damage(folder) is None:
-                folder.rename(place)
+    """Move a complete checkpoint to its place, if a kill or an error came between the two renames of `commit`."""
+    # The new one first. The one that it replaces returns only if nothing has its place.
+    for place_of_others in (INCOMING, REPLACED):
+        for folder in output_dir.glob(f"{place_of_others}/checkpoint-*"):
+            place = output_dir / folder.name
+            # `holding` raises `ValueError` while another run holds the output folder. The checkpoint is then that
+            # run's.
+            with suppress(ValueError), holding(output_dir):
+                if not place.exists() and damage(folder) is None:
+                    folder.rename(place)
 
 
 def _damaged(output_dir: Path) -> list[str]:

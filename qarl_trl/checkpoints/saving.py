@@ -23,7 +23,7 @@ from ..quant.names import base_model
 from ..quant.store import iter_low_bit_weights
 from .folder import INCOMING, commit, rotate
 from .lock import holding
-from .resume import BATCH, resume_path
+from .resume import BATCH, check_start, resume_path
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 
@@ -42,6 +42,7 @@ class CheckpointMixin:
         _sampler: The sampler of the training set.
         _base_folders: Folders into which this trainer has written the frozen base.
         _step_of_rollout: The optimizer step at which the current rollout batch was sampled.
+        _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
     """
 
     _incoming: Path | None = None
@@ -49,6 +50,7 @@ class CheckpointMixin:
     _sampler: Any = None
     _base_folders: frozenset[Path] = frozenset()
     _step_of_rollout = -1
+    _owns_checkpoints = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -58,7 +60,8 @@ class CheckpointMixin:
             resume_from_checkpoint: May also be `"true"` or `"auto"`, see [`resume_path`].
 
         Raises:
-            ValueError: if another run uses this `output_dir`, or the checkpoint cannot be resumed.
+            ValueError: if another run uses this `output_dir` or has its checkpoints there, or if the checkpoint cannot
+                be resumed.
             NoUpdateError: if the run ended without an update.
             RuntimeError: under DeepSpeed for a second call or a call after `evaluate`.
         """
@@ -70,6 +73,10 @@ class CheckpointMixin:
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
             # The first process holds the folder until this call ends. All processes refuse if another run holds it.
             on_first(self.args, lambda: stack.enter_context(holding(Path(self.args.output_dir))))
+            # A second call of one trainer goes on from its weights, and replaces its own checkpoints.
+            if not self._owns_checkpoints:
+                check_start(checkpoint, self.args)
+            self._owns_checkpoints = True
 
             signals = StopOnSignal(self._any_process)
             self.add_callback(signals)
@@ -199,14 +206,16 @@ class CheckpointMixin:
 
             if self.args.should_save:
                 commit(incoming / name, output_dir / name, **facts)
-                rotate(output_dir, self.args.save_total_limit)
-                shutil.rmtree(incoming, ignore_errors=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(incoming, ignore_errors=True)
-            raise OSError(f"{name} could not be saved: {error}. Earlier checkpoints are unchanged.") from error
+            raise OSError(f"{name} could not be saved: {error}. Other checkpoints are unchanged.") from error
         finally:
             self._incoming = None
+
+        if self.args.should_save:
+            rotate(output_dir, self.args.save_total_limit)
+            shutil.rmtree(incoming, ignore_errors=True)
         self.accelerator.wait_for_everyone()
 
     def _save_rng_state(self, output_dir: str) -> None:

@@ -25,6 +25,8 @@ TEMPLATE = Path(__file__).with_name("card.md")
 GENERATED = "<!-- Written by qarl_trl, which writes it again at each save. Delete this line to keep your edits. -->"
 # The model's address in a card's commands, until `qarl-trl push` writes the Hub id there.
 ADDRESS = "path/to/model"
+# Where a card keeps the address that its commands have, so that a push can find it.
+_ADDRESS = re.compile(r"<!-- Address in the commands above: (\S+) -->")
 # Packages that decide what a run computes.
 PACKAGES = ("qarl_trl", "trl", "transformers", "torch")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -95,9 +97,34 @@ def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
         facts: As in [`model_card`].
     """
     card = folder / CARD
-    if card.exists() and GENERATED not in card.read_text():
+    # As bytes: a user's card may be in any encoding.
+    if card.exists() and GENERATED.encode() not in card.read_bytes():
         return
     card.write_text(model_card(folder, repo, **facts).content)
+
+
+def addressed(card: bytes, repo: str) -> bytes:
+    """
+    Put the name of a repository into a card.
+
+    Args:
+        card: The content of a card. Of one that a user edited only the address changes, where our commands have it.
+        repo: The repository's full name.
+
+    Returns:
+        The card for that repository.
+    """
+    # What is not UTF-8 stays as it is.
+    text = card.decode(errors="surrogateescape")
+    address = _ADDRESS.search(text)
+    # Another name that begins or ends with the address is not the address.
+    before = re.escape(address[1] if address else ADDRESS)
+    text = re.sub(rf"(?<![\w./-]){before}(?![\w./-])", repo, text)
+
+    if GENERATED in text:
+        title = repo.split("/")[-1]
+        text = re.sub(r"^# .*$", f"# {title}", text, count=1, flags=re.MULTILINE)
+    return text.encode(errors="surrogateescape")
 
 
 def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard:

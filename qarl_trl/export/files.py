@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,10 +21,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 LOW_BIT_FOLDER = "low_bit"
 # The frozen low-bit base of an adapter.
 BASE_FOLDER = "base"
+# What a run makes in its output folder, and may overwrite or delete.
+_OF_A_RUN = re.compile(rf"{LOW_BIT_FOLDER}|{BASE_FOLDER}|checkpoint-\d+")
 # Beside an adapter of a frozen base: a digest of the base.
 BASE_CONFIG = "base_config.json"
-# Files that hold the weights of a base.
-_WEIGHTS = "model*.safetensors"
+# The files of weights that transformers, peft and vLLM read. Others are the user's ("model-backup.safetensors").
+_WEIGHTS = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors")
 # A digest reads so many bytes at about so many places of a weight file.
 _SAMPLE_BYTES = 256
 _SAMPLES = 256
@@ -46,6 +49,37 @@ def check_writable(folder: str | os.PathLike[str], field: str) -> None:
             file.write(b"0")
     except OSError as error:
         raise OSError(f"{field}={str(folder)!r} must be a folder that can be written: {error}.") from error
+
+
+def check_apart(folder: str | os.PathLike[str], field: str, model: str | os.PathLike[str]) -> None:
+    """
+    Refuse to write into the folder of a model that is only to be read, or into the folders that a run makes in its
+    output folder, if the model lies there.
+
+    Args:
+        folder: The folder to write into. It need not exist: one with the name of a model on the Hub would be taken for
+            the model from then on.
+        field: The setting that names it, for the message.
+        model: The model's folder or Hub id; empty for a model without one.
+
+    Raises:
+        ValueError: if they are the same.
+    """
+    if not str(model):
+        return
+
+    output = Path(folder).resolve()
+    place = Path(model).resolve()
+    if not place.is_relative_to(output):
+        return
+
+    # Another folder in it is the user's, and stays.
+    inside = place.relative_to(output).parts
+    if not inside or _OF_A_RUN.fullmatch(inside[0]):
+        raise ValueError(
+            f"{field}={str(folder)!r} must not be the folder of the model {str(model)!r}, which would be overwritten. "
+            "Use another."
+        )
 
 
 def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
@@ -89,7 +123,7 @@ def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> Non
     config["revision"] = revision
     file.write_text(json.dumps(config, indent=2))
 
-    weights = sorted(base.glob(_WEIGHTS))
+    weights = weight_files(base)
     weights_digest = digest(weights) if weights else None
     (adapter / BASE_CONFIG).write_text(json.dumps({"weights": weights_digest}))
 
@@ -133,8 +167,21 @@ def check_base(adapter: Path, base: Path) -> None:
     expected = json.loads((adapter / BASE_CONFIG).read_text())["weights"]
     if not expected:
         return
-    if digest(sorted(base.glob(_WEIGHTS))) != expected:
+    if digest(weight_files(base)) != expected:
         raise ValueError(f"{base} has other weights than the base beside which the adapter {adapter} was trained.")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """
+    Find the files of weights of a model or an adapter.
+
+    Args:
+        folder: The folder. One that does not exist has no files.
+
+    Returns:
+        The files in the order of their names. Copies that a user made beside them are left out.
+    """
+    return sorted(file for file in folder.glob("*.safetensors") if _WEIGHTS.fullmatch(file.name))
 
 
 def digest(files: Iterable[Path]) -> str:

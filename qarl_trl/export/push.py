@@ -9,27 +9,35 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 
+from .card import CARD, addressed
+from .files import weight_files
 
-# The files of a model repository. A push leaves out pickles, logs, completions, training state and all else.
+
+# The files of a model repository, besides its weights. A push leaves out pickles, logs, training state and all else.
 MODEL_FILES = (
-    "*.safetensors",
-    "*.safetensors.index.json",
+    "model.safetensors.index.json",
     "config.json",
-    "*_config.json",
-    "tokenizer*",
-    "vocab*",
+    "generation_config.json",
+    "adapter_config.json",
+    "base_config.json",
+    "tokenizer_config.json",
+    "processor_config.json",
+    "*preprocessor_config.json",
+    "tokenizer.*",
+    "vocab.*",
     "merges.txt",
-    "*_map.json",
+    "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.json",
+    "chat_template.*",
     "tekken.json",
-    "*.jinja",
     "*.model",
-    "recipe.yaml",
     "README.md",
 )
+# A user's recipe has this name too, and may hold a token.
+RECIPE = "recipe.yaml"
 # A push deletes such files at a repository's root if the new model lacks them: an engine would load them too.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
 
@@ -82,7 +90,7 @@ def push(
     Make the model of a folder the content of a repository.
 
     Args:
-        folder: The model's folder. Only its [`model_files`] are pushed.
+        folder: The model's folder. Only its [`model_files`] are pushed, and the card gets the repository's name.
         name: The repository's full name, from [`open_repo`].
         message: The commit's message.
         token: Defaults to that of `HF_TOKEN` or `hf auth login`.
@@ -94,7 +102,11 @@ def push(
         OSError: if the Hub cannot be reached or refuses. The message says how to try again.
     """
     api = HfApi(token=token)
-    files: dict[str, Any] = model_files(folder) | replaced
+    files: dict[str, Any] = model_files(folder)
+    if CARD in files:
+        # The card here may name another repository, to which the model was pushed before.
+        files[CARD] = addressed(files[CARD].read_bytes(), name)
+    files |= replaced
 
     retry = _retry_command(folder, name, revision, replaced)
     with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{retry}` tries again."):
@@ -155,13 +167,35 @@ def model_files(folder: Path) -> dict[str, Path]:
     Raises:
         ValueError: if it has no weights.
     """
-    files = [file for file in sorted(folder.iterdir()) if file.is_file() and _matches(file.name, MODEL_FILES)]
-    if not any(file.suffix == ".safetensors" for file in files):
+    weights = weight_files(folder)
+    if not weights:
         raise ValueError(f"{folder} holds no model to push: it has no *.safetensors.")
+
+    others = [file for file in sorted(folder.iterdir()) if file.is_file() and _matches(file.name, MODEL_FILES)]
+    files = [*weights, *others]
+    if _is_llmcompressor_recipe(folder / RECIPE):
+        files.append(folder / RECIPE)
 
     # transformers puts further templates of a tokenizer into this folder.
     files += sorted(folder.glob("additional_chat_templates/*.jinja"))
     return {file.relative_to(folder).as_posix(): file for file in files}
+
+
+def _is_llmcompressor_recipe(file: Path) -> bool:
+    """Whether a file is what llm-compressor writes beside a model: stages of modifiers, and nothing else."""
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    if not (isinstance(content, dict) and content):
+        return False
+
+    for stage, groups in content.items():
+        if not (str(stage).endswith("_stage") and isinstance(groups, dict)):
+            return False
+        if not all(str(group).endswith("_modifiers") for group in groups):
+            return False
+    return True
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 
     from ..export import check_target, check_writable, save_low_bit
     from ..export.card import base_facts, write_card
-    from ..export.files import tensor_shapes
+    from ..export.files import check_apart, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
 
@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> None:
     source = _find_source(args)
     # Reads only the headers of the weight files, and so finds one that is cut off.
     tensor_shapes(args.checkpoint)
+    for folder in (args.checkpoint, source.base):
+        check_apart(args.output, "output", folder)
     check_writable(args.output, "output")
     check_target(args.output)
 
@@ -255,7 +257,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
 
 def push(argv: Sequence[str]) -> None:
     """
-    Push a low-bit folder to the Hub, and put its Hub id into its card.
+    Push a low-bit folder to the Hub, with its Hub id in the card there.
 
     Args:
         argv: Options of `qarl-trl push`.
@@ -266,18 +268,13 @@ def push(argv: Sequence[str]) -> None:
     """
     args = _push_parser().parse_args(argv)
 
-    from ..export.card import ADDRESS, CARD, model_card
+    from ..export.card import model_card
     from ..export.push import open_repo
     from ..export.push import push as push_model
 
     # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision)
-
-    # Before the push, so that the card on the Hub has the address, too.
-    card = args.folder / CARD
-    if card.exists():
-        card.write_text(card.read_text().replace(ADDRESS, name))
 
     commit = push_model(args.folder, name, "Low-bit model", revision=args.revision)
     print(f"pushed: {commit.commit_url}")
@@ -287,7 +284,7 @@ def _push_parser() -> argparse.ArgumentParser:
     """The options of `qarl-trl push`."""
     parser = argparse.ArgumentParser(
         prog="qarl-trl push",
-        description="Push a low-bit folder to the Hub, and put its Hub id into its card.",
+        description="Push a low-bit folder to the Hub, with its Hub id in the card there.",
         allow_abbrev=False,
     )
 

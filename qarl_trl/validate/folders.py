@@ -8,7 +8,8 @@ from torch import nn
 
 from ..checkpoints.lock import LOCK, holding
 from ..export import check_writable
-from ..export.files import tensor_shapes
+from ..export.files import check_apart, tensor_shapes
+from ..quant.names import base_model
 from .types import RunSettings
 
 
@@ -22,8 +23,14 @@ def check_folders(model: str | nn.Module, args: RunSettings) -> None:
 
     Raises:
         OSError: if a folder cannot be written.
-        ValueError: if weights are cut off, or another run uses `output_dir`.
+        ValueError: if weights are cut off, a folder is the model's, or another run uses `output_dir`.
     """
+    # Before any folder is made: one with the model's name would be taken for the model.
+    name = model if isinstance(model, str) else base_model(model).config._name_or_path
+    check_apart(args.output_dir, "output_dir", name)
+    if args.sync_folder is not None:
+        check_apart(args.sync_folder, "sync_folder", name)
+
     output_dir = Path(args.output_dir)
     check_writable(args.output_dir, "output_dir")
     # A folder without the lock's file was never in use, and a mere check should not create that file.

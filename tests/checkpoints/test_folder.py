@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from configs import config
 from transformers.trainer_utils import rotate_checkpoints
 
 from qarl_trl.checkpoints.folder import INCOMING, MANIFEST, commit, damage, finished, rotate
+from qarl_trl.checkpoints.resume import resume_path
 
 
 def write(output_dir, step, content="weights", **facts):
@@ -65,6 +67,56 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
 
     assert (new / "model.safetensors").read_text() == "new"
     assert finished(tmp_path) == [new]
+
+
+@pytest.fixture
+def failing_renames(monkeypatch):
+    """A function that makes renames to a checkpoint's place fail from one on, as a network file system may."""
+    rename = Path.rename
+
+    def fail(first, last):
+        numbers = iter(range(1, 100))
+
+        def fails_later(path, target):
+            if path.parent.name in ("_incoming", "_replaced") and first <= next(numbers) <= last:
+                raise OSError(errno.EIO, "Input/output error", str(path))
+            return rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", fails_later)
+
+    yield fail
+    monkeypatch.undo()
+
+
+def test_a_checkpoint_that_could_not_be_replaced_is_in_its_place_again(tmp_path, failing_renames):
+    folder = write(tmp_path, 1, "old")
+
+    failing_renames(1, 1)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path, 1, "new")
+    shutil.rmtree(tmp_path / INCOMING)  # as the trainer does after a failed save
+
+    assert finished(tmp_path) == [folder]
+    assert (folder / "model.safetensors").read_text() == "old"
+
+
+def test_a_checkpoint_whose_return_failed_too_is_named_and_a_resume_brings_it_back(
+    tmp_path, failing_renames, monkeypatch
+):
+    folder = write(tmp_path, 1, "old")
+
+    failing_renames(1, 2)
+    with pytest.raises(OSError, match="Input/output error.*the earlier checkpoint-1 is complete in .*_replaced"):
+        write(tmp_path, 1, "new")
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / INCOMING)
+    assert not folder.exists()
+
+    assert resume_path("auto", config(tmp_path)) == str(folder)
+    assert (folder / "model.safetensors").read_text() == "old"
+    write(tmp_path, 1, "new")  # control: nothing of it is in the way
+    assert (folder / "model.safetensors").read_text() == "new"
+    assert not (tmp_path / "_replaced").exists()
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from test_train import base, problems  # noqa: F401
 
 from qarl_trl import cli
 from qarl_trl.checkpoints.folder import INCOMING
-from qarl_trl.checkpoints.resume import identity_of, resume_path
+from qarl_trl.checkpoints.resume import check_start, identity_of, resume_path
 from qarl_trl.train import parse
 
 from .test_folder import write
@@ -158,6 +158,53 @@ def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # n
     folder = write(tmp_path / "out", 3)
     _, training_args, _ = parse(["--config", str(recipe), *base])
     assert training_args.resume_from_checkpoint == str(folder)
+
+
+# Another run in the same folder -------------------------------------------------------------------------------------
+
+
+def test_a_start_beside_checkpoints_is_refused_with_the_two_ways_on(tmp_path, args):
+    check_start(None, args)  # control: an empty folder
+
+    for step in (9, 10):
+        cut(write(tmp_path, step))  # a user may still be able to repair them
+    with pytest.raises(
+        ValueError,
+        match=r"checkpoints of another run \(checkpoint-9, checkpoint-10\).*resume_from_checkpoint: auto continues"
+        ".*another output_dir, or moving them, starts a new one",
+    ):
+        check_start(None, args)
+
+
+def test_a_resume_goes_on_beside_its_own_checkpoints_only(tmp_path, args):
+    own = write(tmp_path, 1)
+    check_start(str(own), args)
+
+    elsewhere = write(tmp_path / "other", 1)
+    with pytest.raises(ValueError, match=rf"another run \(checkpoint-1\).*{own} continues"):
+        check_start(str(elsewhere), args)
+
+
+def test_a_checkpoint_that_a_kill_left_before_its_rename_is_not_lost_by_a_start(tmp_path, args):
+    folder = write(tmp_path, 4)
+    incoming = tmp_path / INCOMING
+    incoming.mkdir(exist_ok=True)
+    folder.rename(incoming / folder.name)
+
+    with pytest.raises(ValueError, match="checkpoint-4"):
+        check_start(None, args)
+    assert folder.exists()
+
+
+def test_the_command_refuses_such_a_start_before_anything_loads(base, tmp_path, capsys):  # noqa: F811
+    write(tmp_path / "out", 3)
+
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", *base, "--dry_run", "true"])
+
+    assert stopped.value.code == 2
+    assert "checkpoint-3" in capsys.readouterr().err
+    cli.main(["train", *base, "--dry_run", "true", "--output_dir", str(tmp_path / "new")])  # control
 
 
 def test_a_checkpoint_between_its_two_renames_is_put_in_its_place(tmp_path, args):

@@ -241,6 +241,23 @@ def test_a_run_holds_its_output_dir_while_it_trains(model, tmp_path):
     make_trainer(model, tmp_path)
 
 
+def test_a_script_that_forgets_to_resume_destroys_no_checkpoint(model, tmp_path):
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    first = make_trainer(model, tmp_path, **changes)
+    first.train()
+    before = {file: file.read_bytes() for file in tmp_path.glob("checkpoint-*/*.safetensors")}
+    assert finished_names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
+
+    again = make_trainer(model, tmp_path, **changes)
+    with pytest.raises(ValueError, match="checkpoints of another run"):
+        again.train()
+    assert {file: file.read_bytes() for file in tmp_path.glob("checkpoint-*/*.safetensors")} == before
+
+    # Controls: one trainer may train twice, and a resumed one goes on.
+    first.train()
+    assert again.train(resume_from_checkpoint=True).global_step == 4
+
+
 # A full disk --------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.utils import hub as hub_of_transformers
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
+from qarl_trl.export.card import GENERATED, write_card
 from qarl_trl.export.push import model_files, open_repo, push
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
@@ -48,10 +50,11 @@ def low_bit(tiny_model, tiny_tokenizer, tmp_path):
 
 
 def holds_model(files: dict[str, bytes], folder: Path) -> bool:
-    """Whether a branch holds exactly the model files of `folder`."""
+    """Whether a branch holds exactly the model files of `folder`; the card may have another address."""
     local = {name: file.read_bytes() for name, file in model_files(folder).items()}
     pushed = {name: content for name, content in files.items() if name != ".gitattributes"}
-    return pushed == local
+    other = {name for name in local if local[name] != pushed.get(name)}
+    return pushed.keys() == local.keys() and other <= {"README.md"}
 
 
 def pushing(model, folder, **changes):
@@ -95,6 +98,44 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
 
     assert holds_model(hub.files("me/toy", "v2"), low_bit)
     assert "model.safetensors" not in hub.files("me/toy")
+
+
+LLMCOMPRESSOR_RECIPE = """
+default_stage:
+  default_modifiers:
+    GPTQModifier:
+      targets: [Linear]
+      scheme: W4A16
+"""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_pushed"),
+    [
+        (LLMCOMPRESSOR_RECIPE, True),
+        ("output_dir: runs/x\nhub_token: hf_secret\n", False),
+        (LLMCOMPRESSOR_RECIPE + "hub_token: hf_secret\n", False),
+        (LLMCOMPRESSOR_RECIPE + "  hub_token: hf_secret\n", False),
+        ("- hf_secret\n", False),
+        ("{", False),
+    ],
+)
+def test_a_recipe_is_pushed_only_if_llmcompressor_wrote_it(low_bit, recipe, is_pushed):
+    """A run's recipe may hold a token."""
+    (low_bit / "recipe.yaml").write_text(recipe)
+
+    assert ("recipe.yaml" in model_files(low_bit)) == is_pushed
+
+
+def test_copies_and_configs_of_a_user_are_not_pushed(low_bit):
+    before = model_files(low_bit).keys()
+
+    for name in ("model-backup.safetensors", "model_old.safetensors", "wandb_config.json", "mail.jinja", "tokenizer"):
+        (low_bit / name).write_text("private")
+
+    assert model_files(low_bit).keys() == before
+    assert "tokenizer.json" in before  # control
+    assert "generation_config.json" in before
 
 
 # Failures --------------------------------------------------------------------------------------------------------
@@ -246,7 +287,41 @@ def test_push_writes_its_address_into_the_card(hub, model, tmp_path, capsys):
     assert "pushed: http" in capsys.readouterr().out
     assert hub.private["me/toy"]
     assert holds_model(hub.files("me/toy", "w4"), low_bit)
-    assert "vllm serve me/toy" in (low_bit / "README.md").read_text()
+    card = hub.files("me/toy", "w4")["README.md"].decode()
+    assert "vllm serve me/toy\n" in card
+    assert "# toy\n" in card
+
+
+def test_the_card_in_a_second_repository_names_that_one(hub, low_bit):
+    write_card(low_bit, base_id="me/toy-base", base="me/toy-base")
+    card = low_bit / "README.md"
+    here = card.read_text()
+
+    for name in ("me/toy", "me/other"):
+        cli.main(["push", str(low_bit), name])
+    assert card.read_text() == here
+
+    # A card that was written for one repository, as that of a run with hub_model_id.
+    write_card(low_bit, "me/toy", base_id="me/toy-base", base="me/toy-base")
+    cli.main(["push", str(low_bit), "me/third"])
+
+    for name in ("toy", "other", "third"):
+        pushed = hub.files(f"me/{name}")["README.md"].decode()
+        assert set(re.findall(r"vllm serve (\S+)|--model (\S+)|\(\"([^\"]+)\"\)", pushed)) == {
+            (f"me/{name}", "", ""),
+            ("", f"me/{name}", ""),
+            ("", "", f"me/{name}"),
+        }
+        assert f"\n# {name}\n" in pushed
+        assert "https://huggingface.co/me/toy-base" in pushed  # another name that begins like the first
+
+    # What a user wrote stays, but not the address of the first repository in our commands.
+    edited = card.read_text().replace(GENERATED, "").replace("# toy", "# My sums")
+    card.write_text(edited)
+    cli.main(["push", str(low_bit), "me/fourth"])
+    pushed = hub.files("me/fourth")["README.md"].decode()
+    assert "# My sums" in pushed
+    assert "vllm serve me/fourth\n" in pushed
 
 
 def test_push_refuses_master_weights(hub, model, capsys):

@@ -1,0 +1,79 @@
+"""`qarl_trl.validate.folders`: a run never writes over the model that it starts from."""
+
+import json
+
+import pytest
+from configs import config
+from slow.toys import save_model
+from transformers import AutoModelForCausalLM
+
+from qarl_trl import QaRLTrainer, cli
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
+from qarl_trl.validate.folders import check_folders
+
+
+@pytest.fixture
+def model(tmp_path, tiny_model, tiny_tokenizer):
+    """A quantized model: GPTQ, for example, may not be repeatable."""
+    quantized = apply_quantization(tiny_model(), "W4A16")
+    return str(save_low_bit(quantized, tiny_tokenizer, tmp_path / "run"))
+
+
+def content(folder):
+    """The bytes of all files of a folder, by their paths."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_the_folder_of_the_model_is_refused_as_output_before_it_loads(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    before = content(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+
+    for output in (model, "run", "link"):
+        with pytest.raises(ValueError, match=f"output_dir='{output}' must not be the folder of the model '{model}'"):
+            QaRLTrainer(model, reward_funcs=[], args=config(output, quant_scheme="checkpoint"))
+    with pytest.raises(ValueError, match="output_dir"):
+        check_folders(loaded, config(model))
+    with pytest.raises(ValueError, match="sync_folder"):
+        check_folders(model, config(tmp_path / "out", sync_folder=model))
+
+    assert content(tmp_path) == before
+    check_folders(model, config(tmp_path))  # control: beside the model
+
+
+@pytest.mark.parametrize("inside", ["low_bit", "base", "checkpoint-6", "checkpoint-6/low_bit"])
+def test_what_a_run_would_overwrite_inside_of_its_output_is_refused_as_model(tmp_path, inside):
+    model = save_model(tmp_path / inside, layers=1)
+
+    with pytest.raises(ValueError, match="must not be the folder of the model"):
+        check_folders(model, config(tmp_path))
+
+    moved = (tmp_path / inside).rename(tmp_path / "mine")
+    check_folders(str(moved), config(tmp_path))  # control
+
+
+def test_a_folder_with_the_name_of_a_hub_model_is_not_made(tmp_path, monkeypatch):
+    """It would be taken for the model from then on."""
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(ValueError, match="output_dir='some/model'"):
+        check_folders("some/model", config("some/model"))
+    assert not (tmp_path / "some").exists()
+
+
+def test_an_export_does_not_overwrite_the_base_that_it_reads(model, tmp_path, capsys):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model, "peft_type": "LORA"}))
+    before = content(tmp_path)
+
+    for output in (model, str(adapter)):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["export", str(adapter), output])
+        assert stopped.value.code == 2
+        assert f"output='{output}' must not be the folder of the model" in capsys.readouterr().err
+
+    assert content(tmp_path) == before
