@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -33,6 +34,12 @@ def check_gradient(norm: Tensor | float | None) -> None:
             "checkpoint with a lower learning rate or max_grad_norm, and look at grad_norm, entropy and reward in the "
             "log."
         )
+
+
+# The largest reward: in float32 the variance of a batch of them is still a number, at 1e20 it is infinite.
+LARGEST_REWARD = 1e15
+
+logger = get_logger(__name__)
 
 
 @contextmanager
@@ -111,7 +118,7 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
 
     Raises:
         Exception: as in [`all_or_none`].
-        ValueError: in all processes, if a reward is infinite.
+        ValueError: in all processes, if a reward is infinite or above `LARGEST_REWARD`.
     """
     with all_or_none("rewards", accelerator):
         rewards_here = calculate()
@@ -119,13 +126,63 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
 
     # After the gather, so that all processes see the same rewards, and stop together.
     # NaN is left alone: for TRL it is a function that does not apply.
-    infinite = rewards.isinf().any(0).nonzero().flatten().tolist()
-    if infinite:
+    too_large = (rewards.abs() > LARGEST_REWARD).any(0).nonzero().flatten().tolist()
+    if too_large:
+        column = rewards[:, too_large[0]]
+        worst = column[column.abs() > LARGEST_REWARD][0].item()
+        kind = "an infinite reward" if math.isinf(worst) else f"the reward {worst:.3g}"
         raise ValueError(
-            f"The reward function {names[infinite[0]]!r} gave an infinite reward. It must be a finite number, or None "
-            "where it does not apply: the advantages of its whole group would be NaN or 0."
+            f"The reward function {names[too_large[0]]!r} gave {kind}. It must be a finite number of at most "
+            f"{LARGEST_REWARD:g}, or None where it does not apply: its whole group would have advantages of NaN or 0."
         )
     return rewards
+
+
+def check_scored(rewards: Tensor, names: Sequence[str]) -> None:
+    """
+    Refuse a rollout batch in which no completion has a reward: it would train nothing, and look like training.
+
+    Args:
+        rewards: Of all processes, `(rows, functions)`, from [`rewards_of_all`].
+        names: Names of the reward functions.
+
+    Raises:
+        ValueError: in all processes.
+    """
+    if rewards.isnan().all():
+        raise ValueError(
+            f"No completion of a rollout batch got a reward: {', '.join(names)} gave None for all {len(rewards)}, so "
+            "nothing can be learned. `qarl-trl doctor` tries the rewards on answers of the data set."
+        )
+
+
+def say_if_nothing_is_learned(rewards: Tensor, answers: Tensor, num_generations: int) -> None:
+    """
+    Warn if no group of a rollout batch has anything to compare, so that all advantages are 0.
+
+    Args:
+        rewards: The weighted reward of each completion of all processes, `(rows,)`.
+        answers: A number for each completion, equal for equal tokens, `(rows,)`.
+        num_generations: Number of completions in a group; those of a group stand together.
+    """
+    groups = len(rewards) // num_generations
+    equal_answers = (answers.view(groups, -1) == answers.view(groups, -1)[:, :1]).all()
+    equal_rewards = (rewards.view(groups, -1) == rewards.view(groups, -1)[:, :1]).all()
+
+    if equal_answers:
+        logger.warning(
+            "In the first rollout batch all answers to a prompt are equal, for each of its %d prompts: nothing is "
+            "learned from it. Look at temperature, generation_kwargs and stop strings.",
+            groups,
+        )
+    elif equal_rewards:
+        logger.warning(
+            "In the first rollout batch all answers to a prompt have equal rewards, for each of its %d prompts (mean "
+            "%.3g): nothing is learned from it. The problems may be too hard or too easy, or the reward may not read "
+            "the answers: `qarl-trl doctor` tries it on right and wrong ones.",
+            groups,
+            rewards.mean().item(),
+        )
 
 
 def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], trainer: Any) -> Any:

@@ -110,6 +110,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
 
         self._passes: PackedPasses | None = None
+        self._looked_at_rewards = False
         self._last_forward: tuple[Tensor, Tensor | None] | None = None
         super().__init__(
             model=model,
@@ -190,11 +191,27 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         with patch.object(self.vllm_generation, "alone", True):
             return super()._tool_call_loop(*args)
 
-    def _calculate_rewards(self, inputs: list[dict[str, Any]], *args: Any) -> Tensor:
-        """TRL's method; an error in one process stops all of them."""
-        calculate = partial(super()._calculate_rewards, inputs, *args)
+    def _calculate_rewards(
+        self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids: list[list[int]]
+    ) -> Tensor:
+        """TRL's method; an error in one process stops all of them, and so does a rollout batch without rewards."""
+        calculate = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids)
         with _compat.ungathered_rewards():
-            return guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
+            rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
+
+        if self._mode == "train":
+            guards.check_scored(rewards, self.reward_func_names)
+            if not self._looked_at_rewards:
+                self._look_at_rewards(rewards, completion_ids)
+        return rewards
+
+    def _look_at_rewards(self, rewards: Tensor, completion_ids: list[list[int]]) -> None:
+        """Say so if nothing can be learned from this rollout batch, the first one."""
+        self._looked_at_rewards = True
+        weighted = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        # The hash of a tuple of numbers is the same in each process.
+        hashes = torch.tensor([hash(tuple(tokens)) for tokens in completion_ids], device=rewards.device)
+        guards.say_if_nothing_is_learned(weighted, self.accelerator.gather(hashes), self.num_generations)
 
     # Log-probs -------------------------------------------------------------------------------------------------------
 

@@ -111,6 +111,7 @@ def broken(_):
     [
         (broken, KeyError, "no such answer"),
         (lambda rewards: [INF, *rewards[1:]], ValueError, "'reward' gave an infinite reward"),
+        (lambda rewards: [-1e20, *rewards[1:]], ValueError, "'reward' gave the reward -1e[+]20. .* at most 1e[+]15"),
         (lambda rewards: rewards[1:], ValueError, "'reward' returned 7 rewards, but 8 were expected"),
     ],
 )
@@ -154,13 +155,52 @@ def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
         assert make(spoil=with_too_few, max_steps=1).train().global_step == 1
 
 
-def test_completions_that_no_function_rewards_teach_nothing(make):
+def test_a_rollout_batch_without_rewards_stops_the_run(make):
     trainer = make(rewarded(lambda rewards: [None] * len(rewards)), max_steps=2)
+    before = master_weights(trainer)
+
+    with pytest.raises(ValueError, match="reward gave None for all 8, so nothing can be learned"):
+        trainer.train()
+
+    assert_unchanged(trainer, before)
+
+
+def test_a_rollout_batch_with_one_group_of_rewards_is_trained_on(make):
+    """Control: TRL leaves the others out."""
+    trainer = make(rewarded(lambda rewards: [*rewards[:4], *[None] * 4]), max_steps=1)
     before = master_weights(trainer)
 
     trainer.train()
 
-    assert_unchanged(trainer, before)
+    after = master_weights(trainer)
+    assert any(not torch.equal(weight, before[name]) for name, weight in after.items())
+
+
+def warnings_about_learning(caplog):
+    return [one.getMessage() for one in caplog.records if "nothing is learned" in one.getMessage()]
+
+
+def same_answers(output):
+    """All answers of a group of four are its first one."""
+    answers = output["completion_ids"]
+    return output | {"completion_ids": [answers[index // 4 * 4] for index in range(len(answers))]}
+
+
+@pytest.mark.parametrize(
+    ("function", "spoil", "words"),
+    [
+        (lambda rewards: [0.0] * len(rewards), None, "equal rewards, for each of its 2 prompts"),
+        (lambda rewards: rewards, same_answers, "all answers to a prompt are equal, for each of its 2 prompts"),
+        # Controls: one group differs; and TRL fills the others.
+        (lambda rewards: [0.0, 1.0, *[0.0] * 6], None, None),
+    ],
+)
+def test_a_first_rollout_batch_that_teaches_nothing_is_said_once(make, caplog, function, spoil, words):
+    make(rewarded(function), spoil, max_steps=4).train()
+
+    said = warnings_about_learning(caplog)
+    assert len(said) == (words is not None)
+    assert words is None or words in said[0]
 
 
 class TwoProcesses:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from safetensors.torch import load_file, save_file
-from slow.toys import forge, stored_tensors
-from toy_runs import adapter, changed, make, master_weights
+from slow.toys import distinct_characters, forge, prompts, stored_tensors
+from toy_runs import adapter, changed, logged, make, master_weights, without_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.quant import iter_low_bit_weights
 from qarl_trl.quant.frozen import adapter_tensors
 
@@ -134,3 +134,87 @@ def test_a_training_checkpoint_holds_master_weights_and_beside_them_the_low_bit_
     assert "quantization_config" not in (checkpoint / "config.json").read_text()
     assert '"pack-quantized"' in (checkpoint / "low_bit" / "config.json").read_text()
     AutoTokenizer.from_pretrained(checkpoint / "low_bit")
+
+
+# A run that goes on with other settings ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def halfway(dense_model, tmp_path_factory):
+    """The checkpoint of two updates at a rate of 1e-3."""
+    trainer = make_straight(dense_model, tmp_path_factory.mktemp("halfway"))
+    trainer.train()
+    return Path(trainer.args.output_dir) / "checkpoint-2"
+
+
+def went(weights: dict[str, torch.Tensor], checkpoint: Path) -> float:
+    """The largest distance of a weight from that of a checkpoint."""
+    stored = load_file(checkpoint / "model.safetensors")
+    return max((weights[name] - tensor).abs().max().item() for name, tensor in stored.items())
+
+
+def test_a_lower_learning_rate_counts_from_the_next_update_on(dense_model, halfway, tmp_path, caplog):
+    """As docs/troubleshooting.md advises after a collapse."""
+    resumed = resume(halfway, dense_model, tmp_path / "lower", learning_rate=1e-7)
+    same_rate = resume(halfway, dense_model, tmp_path / "same")
+
+    assert logged(resumed, "learning_rate")[-2:] == [1e-7, 1e-7]
+    # AdamW goes about one rate in each of two updates.
+    assert went(master_weights(resumed), halfway) < 5e-7
+    assert went(master_weights(same_rate), halfway) > 5e-4  # control
+    log = [record.getMessage() for record in caplog.records if "resumes from" in record.getMessage()]
+    assert log[0].endswith("these settings count from the next update on: learning_rate 0.001 -> 1e-07.")
+    assert f"resumes from {halfway}, with the settings of its run" in log[1]
+
+
+def test_schedule_decay_betas_and_the_end_are_those_of_the_new_run(dense_model, halfway, tmp_path):
+    changes = {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 1e-6, "max_steps": 6}
+    trainer = make(dense_model, tmp_path, **STEPWISE | {"lr_scheduler_type": "linear"} | changes)
+
+    trainer.train(resume_from_checkpoint=str(halfway))
+
+    # A line from 1e-3 at the start to 0 after six updates.
+    assert logged(trainer, "learning_rate")[2:] == pytest.approx([1e-3 * (6 - step) / 6 for step in (2, 3, 4, 5)])
+    groups = trainer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    for group in groups:
+        assert (group["betas"], group["eps"]) == ((0.5, 0.7), 1e-6)
+
+
+def test_steps_of_logs_and_checkpoints_are_those_of_the_new_run(dense_model, halfway, tmp_path):
+    resume(halfway, dense_model, tmp_path, save_strategy="steps", save_steps=1)
+
+    assert {folder.name for folder in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+
+
+def test_a_schedule_that_cannot_be_computed_anew_takes_no_new_rate(dense_model, tmp_path):
+    def run(folder: str, rate: float, **changes) -> QaRLTrainer:
+        args = QaRLConfig(**without_engine(tmp_path / folder, **STEPWISE, **changes))
+        model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        optimizers = (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=optimizers)
+
+    run("a", 1e-3, max_steps=2, save_strategy="steps", save_steps=2).train()
+    checkpoint = str(tmp_path / "a" / "checkpoint-2")
+
+    with pytest.raises(ValueError, match=r"initial_lr was 0\.001 in the checkpoint, and is 0\.1"):
+        run("b", 0.1).train(resume_from_checkpoint=checkpoint)
+    resumed = run("c", 1e-3)  # control
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert logged(resumed, "learning_rate")[-1] == 1e-3 / 8
+
+
+def test_a_new_number_of_micro_batches_trains_on_whole_rollout_batches(dense_model, tmp_path):
+    """Two micro-batches of a rollout batch of six stay untrained if the count goes on at four."""
+    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    make(dense_model, tmp_path / "a", **settings, max_steps=2, save_strategy="steps", save_steps=2).train()
+
+    settings |= {"steps_per_generation": 6, "max_steps": 5, "num_generations": 4}
+    resumed = make(dense_model, tmp_path / "b", **settings)
+    taken = []
+    compute_loss = resumed._compute_loss
+    resumed._compute_loss = lambda *args: taken.append(resumed._step % 6) or compute_loss(*args)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+
+    assert taken in ([1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5])

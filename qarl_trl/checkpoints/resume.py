@@ -10,24 +10,28 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
+from datasets import Dataset
 from torch import nn
 
 from ..export.files import digest
 from ..guards import on_first
 from ..quant.names import adapter_configs, base_model
 from ..quant.scheme import describe_scheme
+from .changes import Change, changes, compared_settings, refuses
 from .folder import INCOMING, REPLACED, checkpoint_folders, damage, finished, read_manifest
 from .lock import holding
 
 
 # The files of a model's folder that determine its tokens, weights and outputs.
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
-# Settings that change the meaning of a rollout or an update.
-_MEANING = ("quantize_learner", "lora_base", "loss_type", "optim_muon", "world_size")
-# Settings that divide a rollout batch into micro-batches.
-BATCH = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
 # Settings of a LoRA adapter that change what its tensors mean.
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
+
+# Entries of a manifest: the settings of its run by name, and whether it was saved within a rollout batch.
+SETTINGS = "settings"
+WITHIN_BATCH = "within_rollout_batch"
+# Rows of a data set that are read at once.
+_ROWS = 1000
 
 logger = get_logger(__name__)
 
@@ -164,9 +168,8 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
 
     for name, value in identity.items():
         # The name may differ, because a model's folder may move. The digest of its weights is compared instead.
-        if name == "model":
+        if name in ("model", SETTINGS):
             continue
-        # Facts missing from the manifest may differ: one saved between rollout batches has none of `BATCH`.
         if stored.get(name, value) != value:
             raise ValueError(
                 f"{checkpoint} is a checkpoint of another run: "
@@ -174,6 +177,26 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
                 f"and is {value!r} with {identity['model']!r}. "
                 "Start with what it was made from, or use another output_dir."
             )
+
+    for change in changed_settings(checkpoint, identity):
+        reason = refuses(change, stored.get(WITHIN_BATCH, False), args.deepspeed_plugin is not None)
+        if reason is not None:
+            raise ValueError(
+                f"{checkpoint} is a checkpoint of another run: {change.name} was {change.before!r} there, and is "
+                f"{change.now!r}. {reason} Set it back, or start a new run with the checkpoint as the model."
+            )
+
+
+def changed_settings(checkpoint: str | Path, identity: Mapping[str, Any]) -> list[Change]:
+    """
+    The settings that differ between a checkpoint and a run.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        identity: Facts of the run, from [`identity_of`].
+    """
+    stored = read_manifest(Path(checkpoint))
+    return list(changes(stored.get(SETTINGS, {}), identity.get(SETTINGS, {})))
 
 
 def identity_of(
@@ -185,23 +208,29 @@ def identity_of(
     Args:
         model: The trainer's model, or its name. For a `PeftModel` the name is that of its base, and its adapters are
             further facts.
-        args: Settings of the run. A fact whose setting the config does not have is left out.
+        args: Settings of the run.
         plan: Which layers are quantized, and how; `None` without quantization.
         trainer_arguments: All arguments of the trainer by name.
 
     Returns:
-        Facts by name, as JSON stores them.
+        Facts by name, as JSON stores them. Among them are the settings of the run, see [`compared_settings`].
     """
     name: Any = model if isinstance(model, str) else base_model(model).config._name_or_path
     adapters = adapter_configs(model, trainer_arguments.get("peft_config"))
-    settings = {field: getattr(args, field) for field in (*_MEANING, *BATCH) if hasattr(args, field)}
+    settings = compared_settings(args)
+    if not isinstance(model, str) and "model_init_kwargs" in settings:
+        # It was loaded before, with a dtype that the settings do not say.
+        settings["model_init_kwargs"]["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+
     return {
         "model": name,
         "weights": _weights_fact(name, args),
         "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
         "scheme": _scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
-        **settings,
+        "data": _data_fact(trainer_arguments.get("train_dataset")),
+        "world_size": args.world_size,
+        SETTINGS: settings,
     }
 
 
@@ -231,6 +260,18 @@ def _tokenizer_fact(processing_class: Any) -> str:
 
     content = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _data_fact(data: Any) -> str:
+    """A digest of the rows of the training set. A streamed one can be read only once, so its rows are not compared."""
+    if not isinstance(data, Dataset):
+        return type(data).__name__
+
+    content = hashlib.sha256()
+    # As arrow has them: images are not decoded.
+    for rows in data.with_format("arrow").iter(_ROWS):
+        content.update(repr(rows.to_pylist()).encode())
+    return f"{len(data)} rows, {content.hexdigest()[:16]}"
 
 
 def _scheme_fact(plan: QuantizationConfig | None) -> str:

@@ -50,11 +50,12 @@ class RolloutBuffer:
         What a checkpoint must store.
 
         Returns:
-            The number of micro-batches trained so far, and the micro-batches of the rollout batch: `None` between two
-            rollout batches, when nothing of the last one is needed again.
+            The number of micro-batches trained so far, and the micro-batches of the rollout batch. Between two rollout
+            batches 0 and `None`: nothing of the last one is needed again, and the next may be divided otherwise.
         """
-        micro_batches = self._trainer._buffered_inputs if self.in_batch else None
-        return self._trainer._step, micro_batches
+        if not self.in_batch:
+            return 0, None
+        return self._trainer._step, self._trainer._buffered_inputs
 
     def load(self, step: int, micro_batches: Any) -> None:
         """

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import nn
@@ -23,9 +24,13 @@ from ..quant.names import base_model
 from ..quant.store import iter_low_bit_weights
 from .folder import INCOMING, commit, rotate
 from .lock import holding
-from .resume import BATCH, check_start, resume_path
+from .optimizer import apply_settings, settings_of_groups
+from .resume import WITHIN_BATCH, changed_settings, check_start, resume_path
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
+
+
+logger = get_logger(__name__)
 
 
 class NoUpdateError(RuntimeError):
@@ -84,11 +89,21 @@ class CheckpointMixin:
             stack.enter_context(signals.listening())
 
             self._forget_earlier_call()
+            if checkpoint is not None:
+                self._say_resumed(checkpoint)
             output = super().train(checkpoint, *args, **kwargs)
 
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
         return output
+
+    def _say_resumed(self, checkpoint: str) -> None:
+        """Log which checkpoint the run takes, and which settings differ from that of its run."""
+        changed = changed_settings(checkpoint, self._identity)
+        applied = "with the settings of its run"
+        if changed:
+            applied = "and these settings count from the next update on: " + ", ".join(map(str, changed))
+        logger.warning("Training resumes from %s, %s.", checkpoint, applied)
 
     def _forget_earlier_call(self) -> None:
         """Drop what was made from other weights: an earlier call may have failed, and this one may resume."""
@@ -191,9 +206,7 @@ class CheckpointMixin:
         incoming = output_dir / INCOMING
 
         # The rest of a rollout batch needs the same micro-batches. Between two rollout batches they may change.
-        facts = dict(self._identity)
-        if not self._rollout_buffer.in_batch:
-            facts = {key: value for key, value in facts.items() if key not in BATCH}
+        facts = self._identity | {WITHIN_BATCH: self._rollout_buffer.in_batch}
 
         try:
             if self.args.should_save:
@@ -273,6 +286,24 @@ class CheckpointMixin:
             for _ in range(epoch):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         super()._run_epoch(epoch=epoch, **kwargs)
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        """The Trainer's method, which takes the steps of logs, checkpoints and evaluations from the checkpoint."""
+        place = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)
+        return place
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The Trainer's method, which takes learning rate, schedule and so on from the checkpoint. Here they are the
+        run's own."""
+        # DeepSpeed has loaded its optimizer already. `refuses` lets no setting of it change.
+        if checkpoint is None or self.is_deepspeed_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+
+        settings = settings_of_groups(self.optimizer)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        apply_settings(settings, self.optimizer, self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """

@@ -1,21 +1,23 @@
 """Which checkpoint a run resumes from: decided before a model loads, and never one that is cut off."""
 
+import dataclasses
 import errno
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from configs import config
 from peft import LoraConfig
 from slow.toys import forge
 from test_train import base, problems  # noqa: F401
+from trl import SFTConfig
 
 from qarl_trl import cli
 from qarl_trl.checkpoints.folder import INCOMING
 from qarl_trl.checkpoints.resume import check_start, identity_of, resume_path
 from qarl_trl.train import parse
+from qarl_trl.trainers import LowBitConfig
 
 from .test_folder import write
 
@@ -134,16 +136,17 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
         resume_path("true", args, without_adapter)
 
 
-def test_settings_that_a_trainer_does_not_have_identify_no_run():
+def test_settings_that_a_trainer_does_not_have_identify_no_run(tmp_path):
     """TRL's SFT has no rollout batch, and no reference model."""
-    settings = SimpleNamespace(
-        model_init_kwargs=None, loss_type="nll", world_size=1, per_device_train_batch_size=8, lora_base="merged"
-    )
 
-    facts = identity_of("a", settings, None, {})
+    @dataclasses.dataclass
+    class Settings(LowBitConfig, SFTConfig):
+        pass
 
-    assert facts["loss_type"] == "nll"
-    assert "num_iterations" not in facts
+    facts = identity_of("a", Settings(str(tmp_path), use_cpu=True, bf16=False), None, {})
+
+    assert facts["settings"]["packing"] is False
+    assert "num_iterations" not in facts["settings"]
 
 
 def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # noqa: F811

@@ -1,0 +1,62 @@
+"""An optimizer and its schedule in a resumed run: the settings are the run's, the state is that of the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def settings_of_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """
+    What an optimizer has in its groups beside the parameters: rate, weight decay, betas and so on.
+
+    Args:
+        optimizer: An optimizer, also one that accelerate wraps.
+
+    Returns:
+        The settings of each group, by name.
+    """
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def apply_settings(settings: list[dict[str, Any]], optimizer: Any, schedule: Any) -> None:
+    """
+    Give an optimizer and its schedule, which were loaded from a checkpoint, the settings of the run that resumes.
+
+    Unchanged settings give the learning rate of the checkpoint, bit for bit.
+
+    Args:
+        settings: Those of the run, from [`settings_of_groups`] before the checkpoint was loaded.
+        optimizer: The optimizer, with the state of the checkpoint.
+        schedule: The schedule, at the step of the checkpoint.
+
+    Raises:
+        ValueError: if rate or weight decay changed, and the schedule cannot be computed anew.
+    """
+    if not isinstance(schedule, LambdaLR):
+        # It computes each rate from the one before.
+        _refuse_changes(settings, optimizer)
+        return
+
+    for group, of_run in zip(optimizer.param_groups, settings, strict=True):
+        group.update(of_run)
+
+    # As `LambdaLR.step` computes them, by the run's function and not the checkpoint's.
+    schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    rates = []
+    for group, base, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * factor(schedule.last_epoch)
+        rates.append(group["lr"])
+    schedule._last_lr = rates
+
+
+def _refuse_changes(settings: list[dict[str, Any]], optimizer: Any) -> None:
+    """Refuse (`ValueError`) settings that differ from the loaded ones, but for the rate of the moment."""
+    for group, of_run in zip(optimizer.param_groups, settings, strict=True):
+        for name, value in of_run.items():
+            if name != "lr" and group.get(name) != value:
+                raise ValueError(
+                    f"{name} was {group.get(name)} in the checkpoint, and is {value}: this schedule cannot take a new "
+                    "one. Set it back, or use another lr_scheduler_type in a new run."
+                )

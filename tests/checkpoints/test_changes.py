@@ -1,0 +1,142 @@
+"""The table of settings that a resumed run compares: each setting of a run is in it, and is treated as it says."""
+
+import copy
+import dataclasses
+import json
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+from configs import config
+from datasets import Dataset
+from transformers import AutoModelForCausalLM
+
+from qarl_trl import QaRLConfig
+from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule
+from qarl_trl.checkpoints.resume import SETTINGS as OF_RUN
+from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, identity_of, resume_path
+
+from .test_folder import write
+
+
+NAMES = [field.name for field in dataclasses.fields(QaRLConfig)]
+# Values of a form that the setting's default does not show.
+SPECIAL = {"model_init_kwargs": {"attn_implementation": "eager"}}
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """The settings of the checkpoint's run."""
+    return config(tmp_path_factory.mktemp("before"))
+
+
+def other(value):
+    """Another value, of the same type where there is one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, Enum):
+        return next(one for one in type(value) if one != value)
+    if isinstance(value, int | float):
+        return value * 2 + 3
+    if isinstance(value, list):
+        return [*value, "another"]
+    if isinstance(value, dict):
+        return value | {"another": 1}
+    return "another"
+
+
+def identity(args):
+    """Facts as a manifest has them."""
+    return json.loads(json.dumps(identity_of("a", args, None, {})))
+
+
+def test_each_setting_of_a_run_is_in_the_table_once():
+    """A new version of TRL has new settings: somebody must say what a resumed run does with them."""
+    listed = [name for names in SETTINGS.values() for name in names]
+
+    assert sorted(listed) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("within_batch", [False, True], ids=["at a batch's end", "within a batch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_setting_is_treated_as_the_table_says(before, tmp_path, name, within_batch):
+    now = copy.copy(before)
+    vars(now)[name] = SPECIAL.get(name) or other(getattr(before, name))
+    folder = write(tmp_path, 1, **identity(before) | {WITHIN_BATCH: within_batch})
+
+    refused = RULES[name] is Rule.REFUSED or (RULES[name] is Rule.BETWEEN_BATCHES and within_batch)
+    said = [change.name for change in changed_settings(folder, identity(now))]
+
+    if refused:
+        with pytest.raises(ValueError, match=name):
+            resume_path(str(folder), now, identity(now))
+    else:
+        assert resume_path(str(folder), now, identity(now)) == str(folder)
+    assert said == ([] if RULES[name] is Rule.FREE else [name])
+
+
+def test_unchanged_settings_are_no_change(tmp_path):
+    """Control: also after a way through JSON."""
+    args = config(tmp_path, generation_kwargs={"stop": ["a"]}, model_init_kwargs={"dtype": "float32"})
+    folder = write(tmp_path, 1, **identity(args))
+
+    assert changed_settings(folder, identity(args)) == []
+    assert resume_path(str(folder), args, identity(args))
+    # TRL's default dtype, by name.
+    assert changed_settings(folder, identity(config(tmp_path, generation_kwargs={"stop": ["a"]}))) == []
+
+
+def test_a_setting_that_the_table_does_not_have_is_refused(tmp_path):
+    """As those of other TRL trainers: nobody has said that it changes nothing."""
+    args = config(tmp_path)
+    folder = write(tmp_path, 1, **identity(args))
+    facts = identity(args)
+    for settings in (facts[OF_RUN], json.loads((folder / "manifest.json").read_text())[OF_RUN]):
+        assert "packing" not in settings
+
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest[OF_RUN]["packing"] = False
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    facts[OF_RUN]["packing"] = True
+
+    with pytest.raises(ValueError, match="packing was False there, and is True"):
+        resume_path(str(folder), args, facts)
+
+
+def test_under_deepspeed_the_settings_of_the_optimizer_must_stay(tmp_path):
+    args = config(tmp_path)
+    folder = write(tmp_path, 1, **identity(args))
+    now = copy.copy(args)
+    now.learning_rate = 1.0
+    assert resume_path(str(folder), now, identity(now))  # control
+
+    now.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+    with pytest.raises(ValueError, match="learning_rate was .*Under DeepSpeed"):
+        resume_path(str(folder), now, identity(now))
+
+
+def rows(*prompts):
+    return Dataset.from_list([{"prompt": prompt, "answer": "1"} for prompt in prompts])
+
+
+@pytest.mark.parametrize("others", [rows("a", "b", "d"), rows("a", "c", "b"), rows("a", "b")])
+def test_other_rows_are_another_run(tmp_path, others):
+    args = config(tmp_path)
+    arguments = {"train_dataset": rows("a", "b", "c")}
+    folder = write(tmp_path, 1, **identity_of("a", args, None, arguments))
+
+    # Control: the same rows in another object.
+    same = {"train_dataset": rows("x", "a", "b", "c").select([1, 2, 3])}
+    assert resume_path(str(folder), args, identity_of("a", args, None, same))
+    with pytest.raises(ValueError, match="another run: data was"):
+        resume_path(str(folder), args, identity_of("a", args, None, {"train_dataset": others}))
+
+
+def test_master_weights_of_another_dtype_are_another_run(dense_model, tmp_path):
+    args = config(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(dense_model, dtype="float32")
+    folder = write(tmp_path, 1, **identity_of(model, args, None, {}))
+
+    assert resume_path(str(folder), args, identity_of(model, args, None, {}))  # control
+    with pytest.raises(ValueError, match="model_init_kwargs was .*float32.*, and is .*bfloat16"):
+        resume_path(str(folder), args, identity_of(model.bfloat16(), args, None, {}))
