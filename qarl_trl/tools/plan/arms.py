@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,14 @@ class Comparison:
         batch: The rollout batch of all of them.
         factors: Measured seconds as multiples of estimated ones.
         measured: What a run of the recipe logged, or `None`.
+        assumed: Which mean lengths are assumed: `"prompts"`, `"answers"`.
     """
 
     arms: dict[str, Arm]
     batch: Batch
     factors: Parts = NO_FIT
     measured: Measured | None = None
+    assumed: tuple[str, ...] = ()
 
 
 def compare(
@@ -99,7 +101,13 @@ def compare(
     with quiet():  # warnings would be about settings that are only tried
         for name, options in arms_of(settings).items():
             arms[name] = _arm([*argv, *options.split()], gpus, gpu, memory, sharding, batch, factors)
-    return Comparison(arms, batch, factors, log)
+
+    assumed = []
+    if prompt_tokens is None:
+        assumed.append("prompts")
+    if answer_tokens is None and log is None:
+        assumed.append("answers")
+    return Comparison(arms, batch, factors, log, tuple(assumed))
 
 
 def arms_of(settings: Any) -> dict[str, str]:
@@ -185,86 +193,3 @@ def _why_not(run: Run) -> str:
     if run.engine and items.cache_tokens(run) < run.tokens:
         reasons.append("the cache does not hold one sequence")
     return ", ".join(reasons)
-
-
-# The table ----------------------------------------------------------------------------------------------------------
-
-
-# By how much a ratio may be wrong, as a factor each way. dev/speed.md has the measured deviations: up to 1.15 on an
-# H200, of which some figures set the constants. Elsewhere, and for other models, nobody has measured it.
-RATIO_ERROR = 1.25
-RATIO_ERROR_ELSEWHERE = 1.4
-
-
-def table(comparison: Comparison, name: str, gpu: Gpu, gpus: int, assumed: Mapping[str, bool]) -> list[str]:
-    """
-    Lines that show the arms side by side.
-
-    Args:
-        comparison: The arms.
-        name: The GPU's name.
-        gpu: The GPU.
-        gpus: Their number.
-        assumed: Whether the mean tokens of `"prompts"` and of `"answers"` are assumed.
-    """
-    batch = comparison.batch
-    answers = f"{batch.answers} answers of {batch.answer_tokens:.0f} tokens"
-    prompts = f"prompts of {batch.prompt_tokens:.0f}"
-    lines = [
-        "",
-        f"Estimated seconds of a rollout batch on {gpus} x {name}: {answers}{_mark(assumed['answers'])}, "
-        f"{prompts}{_mark(assumed['prompts'])}, {batch.updates} update(s)",
-        f"{'arm':24}{'rollout':>9}{'sync':>8}{'update':>9}{'sum':>9}   {'speed against bf16':22}{'GiB':>6}{'at once':>9}",
-    ]
-
-    base = comparison.arms["bf16"].seconds
-    error = RATIO_ERROR if gpu.measured else RATIO_ERROR_ELSEWHERE
-    for arm_name, arm in comparison.arms.items():
-        lines.append(_line(arm_name, arm, base, error))
-
-    notes = [f"{arm_name}: {arm.note}" for arm_name, arm in comparison.arms.items() if arm.note]
-    return [*lines, *notes, *_about(comparison, gpu)]
-
-
-def _mark(is_assumed: bool) -> str:
-    return " (assumed)" if is_assumed else ""
-
-
-def _line(name: str, arm: Arm, base: Parts | None, error: float) -> str:
-    """The row of an arm."""
-    if arm.seconds is None or arm.run is None:
-        return f"{name:24}{'cannot run':>35}"
-
-    parts = arm.seconds
-    row = f"{name:24}{parts.rollout:9.1f}{parts.sync:8.2f}{parts.update:9.1f}{parts.sum:9.1f}   "
-    memory = max(items.peaks(arm.run).values()) / GIB
-    return f"{row}{_ratio(parts, base, error, is_base=name == 'bf16'):22}{memory:6.1f}{arm.at_once:9}"
-
-
-def _ratio(parts: Parts, base: Parts | None, error: float, is_base: bool) -> str:
-    """How often an arm is as fast as bf16, with what it may be."""
-    if base is None:
-        return "bf16 cannot run"
-    if is_base:
-        return "1.00"
-    speed = base.sum / parts.sum
-    return f"{speed:.2f} ({speed / error:.1f} to {speed * error:.1f})"
-
-
-def _about(comparison: Comparison, gpu: Gpu) -> list[str]:
-    """What the numbers are, and what they are not."""
-    lines = []
-    log = comparison.measured
-    if log is not None:
-        factors = comparison.factors
-        lines.append(
-            f"Fitted to a measured run: rollout {log.seconds.rollout:.1f} s, sync {log.seconds.sync:.2f}, update "
-            f"{log.seconds.update:.1f}, which are {factors.rollout:.2f}, {factors.sync:.2f} and {factors.update:.2f} "
-            "times the estimate. All arms have these factors; only that run was measured."
-        )
-    where = "ratios as far apart as the parentheses say" if gpu.measured else "no run was measured on this GPU"
-    lines.append(
-        f"An estimate from data sheets and counted operations; {where}. Not in it: rewards, tools, saving, evaluation, "
-        "answers that a full cache computes twice."
-    )
-    return lines

@@ -144,9 +144,7 @@ class _DecodingStep:
     def seconds(self, count: int, held: float) -> float:
         """Seconds of a step of `count` sequences, which hold `held` tokens in the cache."""
         touched = 1 - (1 - self.expert_share) ** count  # share of the experts that some token uses
-        products = sum(
-            max(dense + touched * experts, count * multiply) for dense, experts, multiply in self.products
-        )
+        products = sum(max(dense + touched * experts, count * multiply) for dense, experts, multiply in self.products)
 
         on_gpu = products + held * self.cached_token + self.head + count * self.sampled_token + self.kernels
         on_processor = self.processor[0] + count * self.processor[1]

@@ -101,7 +101,8 @@ def measured(log: Sequence[Mapping[str, Any]], updates: int) -> Measured:
     rows = [row for row in log if "time/update" in row and row["step"] > updates]
     if not rows:
         raise ValueError(
-            f"the log has no time/update after step {updates}, the end of the first rollout batch: let it train longer."
+            f"the log must have time/update after step {updates}, the end of the first rollout batch, and has none: "
+            "let the run train longer."
         )
 
     def mean(name: str) -> float:

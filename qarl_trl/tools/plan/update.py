@@ -28,7 +28,7 @@ def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> fl
         gpu: The GPU.
         costs: What operations cost.
     """
-    learner = _Learner(run, batch, gpu, costs)
+    learner = Learner(run, batch, gpu, costs)
     trained = batch.iterations * batch.micro_batches
 
     seconds = trained * (learner.forward() + learner.backward() + costs.micro_batch)
@@ -41,8 +41,16 @@ def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> fl
 
 
 @dataclass(frozen=True)
-class _Learner:
-    """The passes of a micro-batch, each in seconds."""
+class Learner:
+    """
+    The passes of a micro-batch, each in seconds.
+
+    Attributes:
+        run: The run.
+        batch: Its rollout batch.
+        gpu: The GPU.
+        costs: What operations cost.
+    """
 
     run: Run
     batch: Batch
