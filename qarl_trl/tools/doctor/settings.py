@@ -14,7 +14,8 @@ from trl import get_peft_config
 from ...config import QaRLConfig
 from ...quant.scheme import gpu_generation, support_of
 from ...validate import check_arguments, check_data, check_run
-from ..plan.command import GPUS, verdict
+from ..plan.command import verdict
+from ..plan.costs import GPUS
 from ..plan.items import fits
 from ..plan.ways import explore
 from . import FAIL, OK, SKIPPED, CheckResult
@@ -82,7 +83,8 @@ def check_for_gpu(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Data
     Raises:
         ValueError: if the dataset has too few prompts, or the run cannot be planned.
     """
-    memory, capability = GPUS[gpu]
+    memory = GPUS[gpu].memory
+    capability = GPUS[gpu].capability
     yield from _check_schemes(args, gpu_generation(capability))
 
     # One GPU, so nothing is sharded.

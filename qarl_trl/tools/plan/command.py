@@ -1,21 +1,20 @@
-"""The command `qarl-trl plan`: the memory a recipe needs on each GPU, whether it fits, and which options would."""
+"""The command `qarl-trl plan`: the memory of each GPU, whether a run fits, and how fast each kind of run may be."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import items  # imports only the standard library, so that --help is instant
+from .costs import GPUS
 from .run import GIB, Run
 
 
 if TYPE_CHECKING:  # loads torch and transformers
     from .ways import Way
-
-
-# Memory in GiB, as torch reports it, and CUDA's compute capability.
-GPUS = {"4090": (23.5, (8, 9)), "a10": (22, (8, 6)), "l4": (22, (8, 9)), "a100": (79, (8, 0)), "h100": (79, (9, 0))}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -26,19 +25,27 @@ def main(argv: Sequence[str]) -> None:
         argv: The command line. Options that are not of this command go to the recipe.
 
     Raises:
-        SystemExit: with code 1 if the run does not fit.
-        ValueError: if it cannot run.
+        SystemExit: with code 1 if the run does not fit; without a GPU, if it fits none of the list.
+        ValueError: if it cannot work.
     """
     args, overrides = _parser().parse_known_args(argv)
+    _check_options(args)
     # Late, because it loads torch and transformers: `--help` and a wrong option have ended above.
     from .ways import explore
 
-    memory, _ = GPUS[args.gpu]
-    if args.memory is not None:
-        memory = args.memory
+    recipe = ["--config", args.config, *overrides]
+    if args.gpu is None and args.memory is None:
+        # No GPU is assumed: those of the list are shown instead.
+        plan = explore(recipe, args.gpus, max(gpu.memory for gpu in GPUS.values()), args.sharding)
+        print("\n".join(for_each_gpu(plan.name, plan.run)))
+        fits_somewhere = any(items.fits(on_gpu(plan.run, name)) for name in GPUS)
+        raise SystemExit(0 if fits_somewhere else 1)
 
-    plan = explore(["--config", args.config, *overrides], args.gpus, memory, args.sharding)
-    lines = [*table(plan.name, plan.run, plan.alone), *verdict(plan.run, plan.together)]
+    memory = GPUS[args.gpu].memory if args.memory is None else args.memory
+    plan = explore(recipe, args.gpus, memory, args.sharding)
+    lines = [*table(plan.name, plan.run, plan.alone)]
+    lines += _seconds(args, recipe, memory, plan.run)
+    lines += ["", *verdict(plan.run, plan.together)]
     print("\n".join(lines))
 
     # So that a script can ask before it rents a machine.
@@ -49,16 +56,89 @@ def main(argv: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl plan",
-        description="Estimate the memory of each GPU from a recipe, without loading a model. "
-        "Other options override the recipe.",
+        description="Estimate the memory of each GPU from a recipe, and with --gpu the seconds of a rollout batch in "
+        "bfloat16 and in low bits, without loading a model. Other options override the recipe.",
         allow_abbrev=False,  # the start of an option's name may be a field of the recipe
     )
     parser.add_argument("--config", required=True, help="recipe (.yaml), as for qarl-trl train")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
-    parser.add_argument("--gpu", default="h100", choices=GPUS, help="GPU; A100 and H100 have 80 GB (default: h100)")
-    parser.add_argument("--memory", type=float, help="GiB of each GPU, for another type")
+    parser.add_argument("--gpu", choices=GPUS, help="GPU; A100 and H100 have 80 GB. Without one: memory on each")
+    parser.add_argument("--memory", type=float, help="GiB of each GPU, for another type, or a part of one")
     parser.add_argument("--sharding", choices=("fsdp2", "ddp"), help="for several GPUs (default: fsdp2)")
+    parser.add_argument("--prompt_tokens", type=float, help="mean length of a prompt, for the seconds (assumed: 200)")
+    parser.add_argument(
+        "--answer_tokens", type=float, help="mean length of an answer (assumed: half of max_completion_length)"
+    )
+    parser.add_argument(
+        "--from",
+        dest="measured",
+        type=Path,
+        metavar="FOLDER",
+        help="a run of this recipe on this GPU: its times and its mean length correct the estimate",
+    )
     return parser
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """`ValueError` for options that no estimate can take."""
+    for name in ("prompt_tokens", "answer_tokens"):
+        value = getattr(args, name)
+        # Written so that NaN is refused too.
+        if value is not None and not value >= 1:
+            raise ValueError(f"--{name} must be at least 1, got {value:g}.")
+
+    if args.measured is not None and args.gpu is None:
+        raise ValueError("--from needs --gpu, the GPU of that run: other arms are estimated from its data sheet.")
+    if args.measured is not None and args.answer_tokens is not None:
+        raise ValueError("--from and --answer_tokens exclude each other: the log has the mean length of the answers.")
+
+
+def _seconds(args: argparse.Namespace, recipe: Sequence[str], memory: float, run: Run) -> list[str]:
+    """Lines about seconds, if a GPU is named."""
+    if args.gpu is None:
+        return ["No seconds: name a GPU with --gpu."]
+    if not run.engine:
+        return ["No seconds: rollouts without vLLM are not estimated."]
+
+    # Late, because they load torch.
+    from .arms import compare
+    from .speed_table import table as speed_table
+
+    gpu = GPUS[args.gpu]
+    comparison = compare(
+        recipe, args.gpus, gpu, memory, args.sharding, args.prompt_tokens, args.answer_tokens, args.measured
+    )
+    return list(speed_table(comparison, args.gpu, gpu, args.gpus))
+
+
+def on_gpu(run: Run, name: str) -> Run:
+    """
+    A run on another GPU.
+
+    Args:
+        run: The run.
+        name: A name in `GPUS`.
+    """
+    return replace(run, memory=int(GPUS[name].memory * GIB))
+
+
+def for_each_gpu(name: str, run: Run) -> Iterator[str]:
+    """
+    Lines that show the memory that a run needs on each GPU of the list.
+
+    Args:
+        name: The model and its scheme.
+        run: The run.
+    """
+    yield f"{name}, {run.ranks} GPU(s), {_sharding(run)}; no GPU is named (--gpu, or --memory), so:"
+    yield f"{'GPU':8}{'GiB':>8}{'needed (estimated)':>20}{'cache, tokens':>16}"
+
+    for gpu_name, gpu in GPUS.items():
+        there = on_gpu(run, gpu_name)
+        peak = max(items.peaks(there).values()) / GIB
+        cache = f"{max(0, items.cache_tokens(there)):,}" if run.engine else "-"
+        fits = "fits" if items.fits(there) else "does not fit as it stands"
+        yield f"{gpu_name:8}{gpu.memory:8g}{peak:20.1f}{cache:>16}   {fits}"
 
 
 def table(name: str, run: Run, alone: Mapping[str, Way]) -> Iterator[str]:
@@ -74,7 +154,6 @@ def table(name: str, run: Run, alone: Mapping[str, Way]) -> Iterator[str]:
     yield from _memory_of_each_gpu(run)
     if alone:
         yield from _comparison(run, alone)
-    yield ""
 
 
 def _heading(name: str, run: Run) -> Iterator[str]:

@@ -166,7 +166,17 @@ def cache_bytes(run: Run) -> int:
 
 def cache_tokens(run: Run) -> int:
     """
-    Number of tokens in the cache: keys and values in bfloat16, for the heads of one engine rank.
+    Number of tokens in the cache.
+
+    Args:
+        run: The run.
+    """
+    return cache_bytes(run) // token_bytes(run)
+
+
+def token_bytes(run: Run) -> int:
+    """
+    Bytes of a token in the cache: keys and values in bfloat16, for the heads of one engine rank.
 
     Args:
         run: The run.
@@ -176,7 +186,7 @@ def cache_tokens(run: Run) -> int:
     heads = max(1, all_heads // run.engine_ranks)
 
     keys = BFLOAT16 * run.config.num_hidden_layers * heads * run.head_dim
-    return cache_bytes(run) // (2 * keys)
+    return 2 * keys
 
 
 def best_utilization(run: Run) -> float:

@@ -10,12 +10,17 @@ from transformers import PretrainedConfig
 
 from ...quant.experts import num_experts
 from ...quant.start import quantized_source
+from ...rollout.scheme_support import default_engine_kwargs
+from .batch import Batch
 from .model import parameters, read_config, skeleton
 from .run import GIB, Run
 
 
 # Tokens of a prompt, assumed where nothing limits its length.
 PROMPT = 512
+# Mean tokens of a prompt, and the mean length of an answer as a share of the longest: assumed where nobody says.
+MEAN_PROMPT = 200
+MEAN_ANSWER = 0.5
 # Most GPUs, and most GiB of one: far above real ones. Larger numbers are typing errors, and overflow.
 LIMIT = 10**6
 
@@ -73,6 +78,35 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
         fsdp2=fsdp2,
         # Without its adapter a PeftModel is its own reference.
         reference=settings.beta > 0 and adapter is None,
+        eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
+    )
+
+
+def plan_batch(settings: Any, gpus: int, prompt_tokens: float | None, answer_tokens: float | None) -> Batch:
+    """
+    The rollout batch of a run.
+
+    Args:
+        settings: Its `QaRLConfig`.
+        gpus: Processes of the learner.
+        prompt_tokens: Mean tokens of a prompt; `None`: assumed.
+        answer_tokens: Mean tokens of an answer; `None`: assumed.
+    """
+    longest = settings.max_completion_length or settings.vllm_max_model_length
+    answers = gpus * settings.per_device_train_batch_size * settings.steps_per_generation
+    passes = settings.steps_per_generation * settings.num_iterations
+    corrects = settings.use_vllm and settings.vllm_importance_sampling_correction
+    return Batch(
+        answers=answers,
+        prompts=max(1, answers // settings.num_generations),
+        prompt_tokens=MEAN_PROMPT if prompt_tokens is None else prompt_tokens,
+        answer_tokens=longest * MEAN_ANSWER if answer_tokens is None else min(longest, answer_tokens),
+        longest=longest,
+        micro_batches=settings.steps_per_generation,
+        iterations=settings.num_iterations,
+        updates=max(1, passes // settings.gradient_accumulation_steps),
+        # TRL's condition.
+        has_old=corrects or settings.gradient_accumulation_steps % passes != 0,
     )
 
 

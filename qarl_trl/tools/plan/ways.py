@@ -104,7 +104,7 @@ def explore(argv: Sequence[str], gpus: int, memory: float, sharding: str | None)
     alone: dict[str, Way] = {}
     together: dict[str, Run] = {}
 
-    with _no_warnings():
+    with quiet():
         # On one GPU even if the run fits: memory that is saved allows longer rows or a larger model.
         if gpus == 1 or not fits:
             alone = _take_each_alone(_ways(model_args.use_peft), run_of)
@@ -114,7 +114,7 @@ def explore(argv: Sequence[str], gpus: int, memory: float, sharding: str | None)
 
 
 @contextmanager
-def _no_warnings() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Log no warnings: they would be about settings that are only tried."""
     logging.disable(logging.WARNING)
     try:

@@ -12,6 +12,7 @@ from qarl_trl.tools.plan.ways import explore
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 EIGHT_GPUS = RECIPES / "qwen3-8b-base" / "w4a16_qarl_tbpo.yaml"
+EIGHT_H100 = ("--config", EIGHT_GPUS, "--gpus", 8, "--gpu", "h100")
 
 
 def plan(capsys, *argv):
@@ -61,7 +62,7 @@ def test_every_recipe_fits_its_hardware_at_its_longest_rows(path, gib, sharding)
 
 
 def test_what_does_not_fit_names_its_largest_items(capsys):
-    code, printed = plan(capsys, "--config", EIGHT_GPUS, "--gpus", 8, "--vllm_enable_sleep_mode", "false")
+    code, printed = plan(capsys, *EIGHT_H100, "--vllm_enable_sleep_mode", "false")
 
     assert code == 1
     assert "It does not fit: backward" in printed.out
@@ -69,7 +70,7 @@ def test_what_does_not_fit_names_its_largest_items(capsys):
 
 
 def test_what_fits_says_in_what_memory(capsys):
-    code, printed = plan(capsys, "--config", EIGHT_GPUS, "--gpus", 8)
+    code, printed = plan(capsys, *EIGHT_H100)
 
     assert code == 0
     assert printed.out.endswith("It fits: 67.9 GiB of 79.\n")
@@ -96,7 +97,7 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
     ],
 )
 def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(capsys, argv, field):
-    code, printed = plan(capsys, "--config", EIGHT_GPUS, *argv)
+    code, printed = plan(capsys, "--config", EIGHT_GPUS, "--gpu", "h100", *argv)
 
     assert code == 2
     assert field in printed.err
@@ -118,7 +119,7 @@ def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it():
 
 def test_a_server_without_room_for_a_row_does_not_fit(capsys):
     small_share = ("--vllm_gpu_memory_utilization", 0.1)
-    code, printed = plan(capsys, "--config", EIGHT_GPUS, "--gpus", 8, *SERVER, *small_share)
+    code, printed = plan(capsys, *EIGHT_H100, *SERVER, *small_share)
 
     assert code == 1
     assert "The engine has no room for one row" in printed.out

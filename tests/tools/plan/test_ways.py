@@ -10,7 +10,7 @@ from trl import get_peft_config
 
 from qarl_trl import cli
 from qarl_trl.tools.plan import items, ways
-from qarl_trl.tools.plan.command import GPUS
+from qarl_trl.tools.plan.costs import GPUS
 from qarl_trl.tools.plan.run import GIB
 from qarl_trl.tools.plan.ways import explore, join_options
 from qarl_trl.train import parse
@@ -24,7 +24,7 @@ FROZEN = ONE_GPU / "qwen2.5-7b_frozen.yaml"
 
 def plan_of(path, gpu, *argv):
     """The plan of a recipe with more options, on one GPU."""
-    return explore(["--config", str(path), *argv], 1, GPUS[gpu][0], None)
+    return explore(["--config", str(path), *argv], 1, GPUS[gpu].memory, None)
 
 
 def peak(run):
@@ -59,7 +59,7 @@ def test_a_recipe_for_one_gpu_fits_and_says_in_what(path, capsys):
     assert items.fits(run)
     # Room for 16 of the longest rows at once: with fewer, rollouts would be slow.
     assert run.tokens * 16 <= items.cache_tokens(run)
-    assert hardware.endswith(f": {peak(run) / GIB:.1f} GiB of {GPUS[gpu][0]}.")
+    assert hardware.endswith(f": {peak(run) / GIB:.1f} GiB of {GPUS[gpu].memory}.")
 
     cli.main(["train", "--config", str(path), "--dry_run"])
     assert "8 updates per rollout batch" in capsys.readouterr().out

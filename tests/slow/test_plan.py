@@ -1,0 +1,55 @@
+"""`qarl-trl plan --from` with the log of a real run: its own seconds come out, and those of the other arms follow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from slow.isolated import isolated
+from slow.toys import make_trainer, save_model, settings
+
+
+pytestmark = pytest.mark.slow
+
+
+def _train(model: str, folder: str) -> None:
+    trainer = make_trainer(model, Path(folder))
+    trainer.train()
+    trainer.save_state()
+
+
+def test_a_plan_is_fitted_to_a_run_of_a_cpu_engine(tmp_path, capsys):
+    from qarl_trl.cli import main
+
+    model = save_model(tmp_path / "model")
+    run = tmp_path / "run"
+    isolated(_train, model, str(run))
+
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"problem": "1+1=", "answer": "2"}) + "\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(settings(run) | {"model_name_or_path": model, "dataset_name_or_path": str(data)}))
+
+    # A CPU is no GPU of the list: the factors take up the whole difference.
+    main(["plan", "--config", str(recipe), "--gpu", "l4", "--from", str(run)])
+    printed = capsys.readouterr().out
+    print(printed)
+
+    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    second_batch = [row for row in log if row["step"] in (3, 4) and "time/update" in row]
+    rollout = sum(row["time/rollout"] for row in second_batch)
+    update = sum(row["time/update"] for row in second_batch)
+    assert f"Fitted to a run: rollout {rollout:.1f} s" in printed
+    assert f"update {update:.1f} were measured" in printed
+
+    row = next(line.split() for line in printed.splitlines() if line.startswith("QaRL W4A16"))
+    assert float(row[2]) == pytest.approx(rollout, abs=0.06)
+    assert float(row[4]) == pytest.approx(update, abs=0.06)
+
+    # Control: the log of this run says how many bytes a W4A16 sync moved, so it is none of another scheme.
+    with pytest.raises(SystemExit):
+        main(["plan", "--config", str(recipe), "--gpu", "l4", "--from", str(run), "--quant_scheme", "FP8_DYNAMIC"])
+    assert "must be a run of this recipe" in capsys.readouterr().err
