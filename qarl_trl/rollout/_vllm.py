@@ -16,6 +16,7 @@ from trl.generation import vllm_generation
 
 from .._compat import installed_version
 from . import _vllm_cpu
+from ._vllm_experts import keep_expert_kernels
 from ._vllm_loaded import CACHE_SCALES as _CACHE_SCALES
 from ._vllm_loaded import LoadedElements, tied_names
 
@@ -155,7 +156,8 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     Run vLLM's reload of an engine's model, and check that every parameter was loaded completely.
 
     It also handles what vLLM 0.31's reload leaves out: loaders and storage of biases, layouts of CPU kernels
-    (`_vllm_cpu.complete_reload`) and scales of attention layers.
+    (`_vllm_cpu.complete_reload`), kernels of experts (`_vllm_experts.keep_expert_kernels`) and scales of attention
+    layers.
 
     Args:
         model: The engine's model.
@@ -172,7 +174,11 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     biases = _prepare_biases(model)
     loaded = LoadedElements(model, layerwise.get_numel_loaded)
 
-    with patch.object(layerwise, "get_numel_loaded", loaded.load), _vllm_cpu.complete_reload(model):
+    with (
+        patch.object(layerwise, "get_numel_loaded", loaded.load),
+        _vllm_cpu.complete_reload(model),
+        keep_expert_kernels(model),
+    ):
         reload()
 
     _keep_biases(model, biases)

@@ -90,10 +90,13 @@ class Engine:
     def copies(self) -> dict[str, torch.Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
 
-    def addresses(self) -> dict[str, int]:
-        """Where the tensors on the GPU are: a CUDA graph reads them there."""
-        tensors = self.tensors()
-        return {name: tensor.data_ptr() for name, tensor in tensors.items() if not name.endswith("_cpu")}
+    def places(self) -> dict[str, torch.Tensor]:
+        """
+        The tensors on the GPU, where a CUDA graph reads them.
+
+        They keep their memory, so that no later tensor is at the same address by chance.
+        """
+        return {name: tensor.detach() for name, tensor in self.tensors().items() if not name.endswith("_cpu")}
 
     def query_scale(self) -> float:
         """The scale of the queries in the first layer's attention; 1 without a quantized cache."""
@@ -109,6 +112,7 @@ class Engine:
         candidates = [
             getattr(scheme, "kernel", None),
             getattr(scheme, "fp8_linear", None),
+            getattr(scheme, "linear_kernel", None),
             getattr(method, "experts_cls", None),
             scheme,
             method,
@@ -156,16 +160,16 @@ def _start_group(folder: str) -> None:
 
 
 def _collect(owner: Any, path: str, tensors: dict[str, torch.Tensor], seen: set[int]) -> None:
-    """Add the tensors that an object holds, by the path to them; each object once."""
-    if id(owner) in seen:
-        return
-    seen.add(id(owner))
-
+    """Add the tensors that an object holds, by every path to them; each object but tensors once."""
     if isinstance(owner, torch.Tensor):
         if owner.device.type != "meta":  # what the reload keeps of a layer's form
             name = path.replace("_modules.", "").replace("_parameters.", "").replace("_buffers.", "")
             tensors[name] = owner
         return
+
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
 
     for name, part in _parts(owner):
         _collect(part, f"{path}.{name}".removeprefix("."), tensors, seen)

@@ -69,7 +69,7 @@ def sync_a_b_a(
     """`repacked_twice`: a fault of the second A."""
     learner = make_learner(kind, scheme)
     engine = Engine(folder, learner, capability)
-    addresses = engine.addresses()
+    places = engine.places()
     scales = {engine.query_scale()}
 
     weights_a = stream_of(learner)
@@ -97,7 +97,7 @@ def sync_a_b_a(
     return Syncs(
         kernel=engine.kernel(),
         elements=sum(parameter.numel() for parameter in engine.model.parameters()),
-        moved=moved(addresses, engine),
+        moved=moved(places, engine),
         scales=scales,
         same_in_b=same_in_b(after_a, after_b),
         not_a_again=[name for name, tensor in after_a.items() if name not in again or not same(tensor, again[name])],
@@ -115,17 +115,14 @@ def _repacked_again(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flip(0) if name.endswith("down_proj.weight_packed") else tensor
 
 
-def moved(addresses: dict[str, int], engine: Engine) -> list[str]:
-    """
-    The tensors at whose old address there is none now that kept its address.
-
-    Of experts' scales vLLM makes second tensors under other names, and goes on filling the first.
-    """
-    stayed = set()
-    for name, address in engine.addresses().items():
-        if addresses.get(name) == address:
-            stayed.add(address)
-    return [name for name, address in addresses.items() if address not in stayed]
+def moved(places: dict[str, torch.Tensor], engine: Engine) -> list[str]:
+    """The tensors of the engine's start that are no longer at their address, under the same name."""
+    now = engine.places()
+    names = []
+    for name, place in places.items():
+        if name not in now or now[name].data_ptr() != place.data_ptr():
+            names.append(name)
+    return names
 
 
 def same_in_b(after_a: dict[str, torch.Tensor], after_b: dict[str, torch.Tensor]) -> list[str]:
