@@ -77,6 +77,7 @@ class Run:
         ranks: GPUs of the learner, one process each.
         fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
         reference: Whether there is a second, frozen model for the KL term.
+        accumulation: Micro-batches in an update, which share passes.
     """
 
     parameters: tuple[Parameter, ...]
@@ -97,6 +98,7 @@ class Run:
     ranks: int = 1
     fsdp2: bool = False
     reference: bool = False
+    accumulation: int = 1
 
     @property
     def in_layers(self) -> list[Parameter]:
