@@ -192,6 +192,15 @@ def is_text(given: Mapping[str, Any]) -> bool:
     return all(value is None for name, value in given.items() if name not in TEXT)
 
 
+def accumulating(accelerator: Any, syncs: bool) -> AbstractContextManager:
+    """
+    Make `accelerator.sync_gradients` answer `syncs`, as the Trainer sets it for each micro-batch.
+
+    It has no public setter. TRL's loss reads it to see whether an optimizer step comes next.
+    """
+    return patch.object(accelerator.gradient_state, "sync_gradients", syncs)
+
+
 def ungathered_rewards() -> AbstractContextManager:
     """
     Make `GRPOTrainer._calculate_rewards` return the rewards of this process only.

@@ -59,7 +59,8 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
     max_tokens_per_pass: int | None = HfArg(
         default=22528,
         help="Maximum number of tokens in a forward pass of the learner. The rows of a micro-batch are packed into "
-        "such passes without padding. null: padded rows, as in TRL. (Table 2: ppo_max_token_len_per_gpu.)",
+        "such passes without padding, and micro-batches of an update that fit together share one. null: padded rows, "
+        "as in TRL. (Table 2: ppo_max_token_len_per_gpu.)",
     )
     tbpo_epsilon_high: float = HfArg(default=4e-4, help="Clip ratios above 1 + this where A > 0 (eps_h, Table 2).")
     tbpo_delta_low: float = HfArg(default=3e-4, help="Clip ratios below 1 - this where A < 0 (delta_l, Table 2).")

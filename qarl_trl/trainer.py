@@ -18,7 +18,8 @@ from trl import GRPOTrainer
 
 from . import _compat, guards
 from .config import TBPO, QaRLConfig
-from .learner.logps import PackedPasses
+from .learner.groups import MicroBatchGroups, scored_arguments
+from .learner.logps import PackedPasses, TrlResult
 from .learner.packing import row_order
 from .loss import filter_advantages, loss_mask, mismatch_weight, tbpo_loss
 from .metrics.error_tokens import find_error_tokens, written_tokens
@@ -111,6 +112,8 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
 
         self._passes: PackedPasses | None = None
         self._looked_at_rewards = False
+        self._groups: MicroBatchGroups | None = None
+        self._shared_forward: TrlResult | None = None
         self._last_forward: tuple[Tensor, Tensor | None] | None = None
         super().__init__(
             model=model,
@@ -148,6 +151,9 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
                 # synchronizes every micro-batch.
                 unwrap=partial(self.accelerator.unwrap_model, keep_torch_compile=False),
             )
+            # The balancing loss of a pass is no mean over its micro-batches, and DeepSpeed counts backwards.
+            if not (self.aux_loss_enabled or self.is_deepspeed_enabled):
+                self._groups = MicroBatchGroups(self._passes.merge)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """With `optim_muon` Muon for matrices and AdamW for the rest, otherwise TRL's optimizer."""
@@ -220,17 +226,33 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         padded = super()._get_per_token_logps_and_entropies
         arguments = inspect.signature(padded).bind(*args, **kwargs).arguments
 
-        if self._passes is not None and self._packs(self._passes, arguments):
-            # Only a rollout batch has a `batch_size`. Its micro-batches must be those of the loss, or kernels would
-            # round `old` differently.
-            is_rollout = self._mode == "train" and arguments.get("batch_size") is not None
-            order = self._row_order(len(arguments["input_ids"])) if is_rollout else None
-            result = self._passes.run(arguments, order)
+        if self._shared_forward is not None:
+            # The micro-batch of this loss ran in a pass with others.
+            result = self._shared_forward
+            self._shared_forward = None
+        elif self._passes is not None and self._packs(self._passes, arguments):
+            result = self._run_passes(self._passes, arguments)
         else:
             result = padded(*args, **kwargs)
 
         self._last_forward = result[:2]  # for `_take_forward`
         return result
+
+    def _run_passes(self, passes: PackedPasses, arguments: dict[str, Any]) -> TrlResult:
+        """The result of TRL's method by packed passes."""
+        # Only a rollout batch has a `batch_size`. Its passes must be those of the loss, or kernels would round `old`
+        # differently.
+        if self._mode != "train" or arguments.get("batch_size") is None:
+            return passes.run(arguments)
+
+        updates = None if self._groups is None else self._updates_of_rollout()
+        return passes.run(arguments, self._row_order(len(arguments["input_ids"])), updates)
+
+    def _updates_of_rollout(self) -> list[int]:
+        """For each micro-batch of the current rollout batch the number of its update."""
+        micro_batches = self.args.steps_per_generation
+        start = self._step - self._step % micro_batches
+        return [step // self.args.gradient_accumulation_steps for step in range(start, start + micro_batches)]
 
     def _packs(self, passes: PackedPasses, arguments: dict[str, Any]) -> bool:
         """Whether to compute the log-probs of these arguments without padding."""
@@ -253,12 +275,62 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         if self._passes is None:
             return super()._prepare_inputs(generation_batch)
         with _compat.shuffled_in(self._row_order):
-            return super()._prepare_inputs(generation_batch)
+            inputs = super()._prepare_inputs(generation_batch)
+
+        if self._groups is not None and self._mode == "train":
+            self._groups.choose(self._buffered_inputs, self._updates_of_rollout())
+        return inputs
 
     def _row_order(self, rows: int) -> Tensor:
         return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
     # Loss ------------------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """
+        TRL's method for the losses of a group of micro-batches that share a pass, when the last one comes; zero
+        before.
+
+        Args:
+            model: The model as the Trainer calls it.
+            inputs: The micro-batch.
+            args: TRL's other arguments.
+            kwargs: TRL's other arguments.
+
+        Returns:
+            The loss, a scalar: the sum of the losses of the group.
+        """
+        if self._groups is None or self._mode != "train" or not self._runs_packed(model, inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        place = self._step % self.args.steps_per_generation
+        together = self._groups.take(inputs, place, ends_update=self.accelerator.sync_gradients)
+        if not together:
+            # The Trainer calls `backward` on it.
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        if len(together) == 1:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(model, **scored_arguments(together))
+        rows = [len(micro_batch["prompt_ids"]) for micro_batch in together]
+        forwards = zip(logps.split(rows), entropies.split(rows), strict=True)
+
+        losses = []
+        for micro_batch, (of_logps, of_entropies) in zip(together, forwards, strict=True):
+            self._shared_forward = (of_logps, of_entropies, None)
+            # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
+            ends_update = self.accelerator.sync_gradients and micro_batch is inputs
+            with _compat.accumulating(self.accelerator, ends_update):
+                losses.append(super().compute_loss(model, micro_batch, *args, **kwargs))
+            if self._shared_forward is not None:
+                raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")
+        return torch.stack(losses).sum()
+
+    def _runs_packed(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether TRL's loss of a micro-batch runs in packed passes."""
+        parameters = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
+        arguments = {name: inputs.get(name) for name in parameters} | {"model": model}
+        return self._passes is not None and self._packs(self._passes, arguments)
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; logs what its ratios say."""

@@ -66,6 +66,32 @@ def test_old_is_computed_in_the_passes_of_the_loss_and_the_ratio_is_exactly_one(
     assert logged(trainer, "ratio/max") == [1.0] * 4
 
 
+@pytest.mark.parametrize(
+    ("budget", "passes_of_old"),
+    [
+        # Two updates of three micro-batches.
+        (22528, 2),
+        # Two micro-batches fit together, never three.
+        (300, 4),
+        (64, None),
+    ],
+)
+def test_micro_batches_that_share_a_pass_share_it_for_old_and_loss(dense_model, tmp_path, budget, passes_of_old):
+    changes = ONE_BATCH | {"steps_per_generation": 6, "gradient_accumulation_steps": 3, "max_steps": 2}
+    trainer = make(dense_model, tmp_path, **changes, max_tokens_per_pass=budget)
+
+    passes = passes_of_a_run(trainer)
+
+    if passes_of_old is None:
+        assert len(passes.old) > 6
+    else:
+        assert len(passes.old) == passes_of_old
+    assert len(passes.old) == len(passes.loss)
+    assert all(map(torch.equal, passes.old, passes.loss))
+    assert logged(trainer, "ratio/min") == [1.0] * 2
+    assert logged(trainer, "ratio/max") == [1.0] * 2
+
+
 def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(dense_model, tmp_path, monkeypatch):
     """Control of the test above."""
     monkeypatch.setattr(_compat, "shuffled_in", lambda order_of: contextlib.nullcontext())

@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from .attention import LostSequences, sequence_arguments, use_packed_attention
-from .packing import PackedRow, pack, split_rows, unpack
+from .packing import PackedRow, merge_micro_batches, pack, split_rows, unpack
 from .probe import crossing, unfit
 
 
@@ -59,17 +59,21 @@ class PackedPasses:
     # Of each model that was tested: why its rows stay padded, or `None`. Weak keys do not keep a model alive.
     _why_padded: WeakKeyDictionary[nn.Module, str | None] = field(default_factory=WeakKeyDictionary)
 
-    def run(self, arguments: Mapping[str, Any], order: Tensor | None = None) -> TrlResult:
+    def run(
+        self, arguments: Mapping[str, Any], order: Tensor | None = None, updates: Sequence[int] | None = None
+    ) -> TrlResult:
         """
         The result of TRL's `_get_per_token_logps_and_entropies`.
 
-        Micro-batches of `batch_size` rows run one after the other, in several passes if they exceed the budget.
+        Micro-batches of `batch_size` rows run one after the other, in several passes if they exceed the budget, and
+        several in one pass if they fit it together and belong to one update.
 
         Args:
             arguments: The arguments of TRL's method by name, for a batch of text: `model`, `input_ids` and
                 `attention_mask` `(B, L)`, `logits_to_keep`; optional are `batch_size`, `compute_entropy` and
                 `compute_aux_loss`.
             order: The rows in the order in which micro-batches take them, int64 `(B,)`; `None`: as they stand.
+            updates: For each micro-batch the number of its update; `None`: no two of them share a pass.
 
         Returns:
             The attributes of [`Scores`], in this order.
@@ -90,6 +94,7 @@ class PackedPasses:
             arguments["attention_mask"],
             arguments["logits_to_keep"],
             micro_batches,
+            updates,
             with_entropies=bool(arguments.get("compute_entropy")),
             with_balance_loss=bool(arguments.get("compute_aux_loss")),
         )
@@ -102,12 +107,17 @@ class PackedPasses:
         attention_mask: Tensor,
         logits_to_keep: int,
         micro_batches: Sequence[list[int]],
+        updates: Sequence[int] | None,
         *,
         with_entropies: bool,
         with_balance_loss: bool,
     ) -> Scores:
         """Run the rows of the micro-batches in packed passes, and put the results at their places in the batch."""
-        passes = self._rows_of_passes(attention_mask.sum(1), micro_batches)
+        lengths = attention_mask.sum(1)
+        if updates is not None:
+            micro_batches = self._merged(lengths, micro_batches, updates)
+
+        passes = self._rows_of_passes(lengths, micro_batches)
         packed_rows = [pack(input_ids, attention_mask, logits_to_keep, rows) for rows in passes]
 
         # Only on demand: without experts a model's forward does not know the argument.
@@ -129,6 +139,34 @@ class PackedPasses:
             balance_loss = torch.stack([output.aux_loss for output in outputs]).mean()
 
         return Scores(logps, entropies, balance_loss)
+
+    def merge(self, tokens: Tensor, updates: Sequence[int]) -> list[int]:
+        """
+        Choose the micro-batches that share a pass. All processes must ask together, and they get the same answer.
+
+        Args:
+            tokens: Number of tokens of each micro-batch of this process, int64 `(M,)`.
+            updates: For each micro-batch the number of its update. Different updates share no pass.
+
+        Returns:
+            The number of micro-batches in each group of consecutive ones.
+        """
+        by_process = self.gather(tokens).view(-1, len(tokens))
+        return merge_micro_batches(by_process.T.tolist(), updates, self.budget)
+
+    def _merged(
+        self, lengths: Tensor, micro_batches: Sequence[list[int]], updates: Sequence[int]
+    ) -> Sequence[list[int]]:
+        """The rows of each group of micro-batches that share a pass; `lengths` as in `_rows_of_passes`."""
+        tokens = torch.stack([lengths[rows].sum() for rows in micro_batches])
+
+        groups = []
+        start = 0
+        for size in self.merge(tokens, updates):
+            together = micro_batches[start : start + size]
+            groups.append([row for rows in together for row in rows])
+            start += size
+        return groups
 
     def _rows_of_passes(self, lengths: Tensor, micro_batches: Sequence[list[int]]) -> list[list[int]]:
         """The rows of each pass; `lengths` are the numbers of tokens of all rows, `(B,)`."""

@@ -1,6 +1,6 @@
 """
-Pack rows of a padded batch into one row of real tokens, and unpack them; choose the rows of each pass, and their
-order.
+Pack rows of a padded batch into one row of real tokens, and unpack them; choose the micro-batches and the rows of each
+pass, and their order.
 """
 
 from __future__ import annotations
@@ -142,6 +142,34 @@ def _halve_the_largest(chosen: list[list[int]], lengths: Sequence[int]) -> None:
     moved = largest[-half:]
     del largest[-half:]
     chosen.append(moved)
+
+
+def merge_micro_batches(tokens: Sequence[Sequence[int]], updates: Sequence[int], budget: int) -> list[int]:
+    """
+    Choose the micro-batches that share a pass: consecutive ones of one update, as many as fit.
+
+    Args:
+        tokens: For each micro-batch its number of tokens in each process.
+        updates: For each micro-batch the number of its update.
+        budget: Maximum number of tokens in a pass of any process.
+
+    Returns:
+        The number of micro-batches in each group, in their order. A micro-batch above the budget is alone.
+    """
+    sizes: list[int] = []
+    used: list[int] = []
+    update_of_group = None
+
+    for counts, update in zip(tokens, updates, strict=True):
+        together = [before + count for before, count in zip(used, counts, strict=False)]
+        if sizes and update == update_of_group and max(together) <= budget:
+            sizes[-1] += 1
+            used = together
+        else:
+            sizes.append(1)
+            used = list(counts)
+            update_of_group = update
+    return sizes
 
 
 def row_order(rows: int, *seed: int) -> Tensor:

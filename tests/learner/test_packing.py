@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qarl_trl.learner.packing import pack, row_order, split_rows, unpack
+from qarl_trl.learner.packing import merge_micro_batches, pack, row_order, split_rows, unpack
 
 
 # Prompts of 2, 4, 1, 3 and 4 tokens before completions of 3, 0, 5, 1 and 5: (first column, one after the last) of 9.
@@ -81,6 +81,27 @@ def test_rows_are_split_into_passes_under_the_budget(passes):
 def test_rows_that_fit_go_together_the_longest_first():
     assert split_rows([3, 4, 3], 10) == [[0, 1, 2]]
     assert split_rows([3, 4, 3], 4) == [[1], [0], [2]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "updates", "sizes"),
+    [
+        ([[4], [3], [3], [5]], [0, 0, 0, 0], [3, 1]),
+        # The budget is full to the last token, and one token more than that.
+        ([[5], [5], [5], [6]], [0, 0, 0, 0], [2, 1, 1]),
+        # No pass holds micro-batches of two updates.
+        ([[1], [1], [1], [1]], [0, 0, 1, 1], [2, 2]),
+        # Only consecutive ones: the third would fit beside the first.
+        ([[2], [9], [2]], [0, 0, 0], [1, 1, 1]),
+        # Above the budget: alone, and cut into passes later.
+        ([[11], [1], [1]], [0, 0, 0], [1, 2]),
+        # A second process, for which the second one is too long.
+        ([[1, 5], [1, 6], [1, 1]], [0, 0, 0], [1, 2]),
+        ([], [], []),
+    ],
+)
+def test_micro_batches_of_an_update_share_a_pass_while_they_fit_in_every_process(tokens, updates, sizes):
+    assert merge_micro_batches(tokens, updates, 10) == sizes
 
 
 def test_the_order_of_rows_follows_from_its_numbers():

@@ -28,7 +28,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 # Processes of unequal lengths ----------------------------------------------------------------------------------------
 
 
-def _train_padded_and_packed(model: str, folder: str, fsdp: bool, scheme: str | None) -> list[dict[str, Any]]:
+def _train_padded_and_packed(
+    model: str, folder: str, fsdp: bool, scheme: str | None, budget: int, changes: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Gradients of the first update, and numbers of tokens of the passes: of padded rows, then of packed ones."""
     torch.set_num_threads(1)
     if fsdp:
@@ -36,8 +38,10 @@ def _train_padded_and_packed(model: str, folder: str, fsdp: bool, scheme: str | 
         _shard_on_cpu()
 
     runs = []
-    for budget in (None, SMALL):
-        trainer = make(model, Path(folder) / str(budget), max_tokens_per_pass=budget, **plain_losses(scheme))
+    for number in (None, budget):
+        trainer = make(
+            model, Path(folder) / str(number), max_tokens_per_pass=number, **plain_losses(scheme), **changes
+        )
         # Two processes that do not know of each other would train as padded rows do, too.
         kind = "FSDP" if fsdp else "MULTI_CPU"
         assert (trainer.accelerator.distributed_type, trainer.accelerator.num_processes) == (kind, 2)
@@ -61,13 +65,32 @@ def test_processes_of_unequal_lengths_train_as_padded_rows_do(tmp_path, fsdp, sc
     """A process that made fewer passes would leave the other waiting under FSDP2, until the limit below."""
     model = save_model(tmp_path / "model", layers=1)
 
-    one, two = isolated_group(_train_padded_and_packed, 2, model, str(tmp_path), fsdp, scheme, timeout=100)
+    one, two = isolated_group(_train_padded_and_packed, 2, model, str(tmp_path), fsdp, scheme, SMALL, {}, timeout=100)
 
     padded, packed = one
     padded_of_two, packed_of_two = two
     assert len(packed["tokens"]) == len(packed_of_two["tokens"]) > len(padded["tokens"])
     # The second process alone would need one pass for a micro-batch.
     assert sum(packed_of_two["tokens"]) <= SMALL * len(padded_of_two["tokens"])
+    for name, gradient in packed["gradients"].items():
+        assert (gradient == packed_of_two["gradients"][name]).all(), name
+
+
+@pytest.mark.parametrize(("fsdp", "scheme"), [(False, None), (True, "W4A16")], ids=["DDP", "FSDP2"])
+def test_micro_batches_share_a_pass_in_all_processes_and_train_as_padded_rows_do(tmp_path, fsdp, scheme):
+    """Two passes of two micro-batches to an update. DDP reduces gradients in the last backward, FSDP2 in both."""
+    model = save_model(tmp_path / "model", layers=1)
+    changes = {"steps_per_generation": 8, "gradient_accumulation_steps": 4}
+    # Room for two micro-batches of at most 112 tokens in the first process, and for many in the second.
+    budget = 140
+
+    one, two = isolated_group(
+        _train_padded_and_packed, 2, model, str(tmp_path), fsdp, scheme, budget, changes, timeout=200
+    )
+
+    padded, packed = one
+    _, packed_of_two = two
+    assert len(packed["tokens"]) == len(packed_of_two["tokens"]) < len(padded["tokens"])
     for name, gradient in packed["gradients"].items():
         assert (gradient == packed_of_two["gradients"][name]).all(), name
 
@@ -123,6 +146,8 @@ def _accumulate(model: str, folder: str, how: str) -> dict[str, Any]:
         "max_steps": 1,
         "gradient_accumulation_steps": 8,
         "steps_per_generation": 8,
+        # Less than two micro-batches, which would otherwise share a pass and its backward.
+        "max_tokens_per_pass": SMALL,
     }
     if how != "ours":
         # Whole gradients stay until the last micro-batch: the fewest communications, and the most memory.

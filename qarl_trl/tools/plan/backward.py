@@ -17,16 +17,17 @@ FLOAT32 = 4  # bytes
 
 def activations(run: Run) -> int:
     """
-    Bytes that a micro-batch has saved when its backward begins.
+    Bytes that are saved when a backward begins: of a micro-batch, or of several that share a pass.
 
     Args:
         run: The run.
     """
     layer = _checkpoint(run) if run.checkpointing else layer_saved(run)
 
-    # All passes of a micro-batch keep theirs until its one backward, so `max_tokens_per_pass` changes nothing here.
+    # All passes of a micro-batch keep theirs until its one backward, and so do all micro-batches of a pass.
+    tokens = max(run.rows * run.tokens, _tokens_of_pass(run))
     per_token = run.config.num_hidden_layers * layer + head_saved(run)
-    return run.rows * run.tokens * per_token + _saved_casts(run)
+    return tokens * per_token + _saved_casts(run)
 
 
 def _saved_casts(run: Run) -> int:
@@ -128,11 +129,14 @@ def backward_work(run: Run) -> int:
 
 
 def _tokens_of_pass(run: Run) -> int:
-    """Tokens in a pass: as many whole rows as fit the budget, at least one; without a budget all rows, padded."""
+    """
+    Tokens in a pass: as many whole rows of an update as fit the budget, at least one; without a budget those of a
+    micro-batch, padded.
+    """
     if run.budget is None:
         return run.tokens * run.rows
     rows = max(1, run.budget // run.tokens)
-    return run.tokens * min(run.rows, rows)
+    return run.tokens * min(run.rows * run.accumulation, rows)
 
 
 def _head_work(run: Run) -> int:

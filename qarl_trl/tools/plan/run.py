@@ -78,6 +78,7 @@ class Run:
         fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
         reference: Whether there is a second, frozen model for the KL term.
         eager: Whether the engine runs without CUDA graphs.
+        accumulation: Micro-batches in an update, which share passes.
     """
 
     parameters: tuple[Parameter, ...]
@@ -99,6 +100,7 @@ class Run:
     fsdp2: bool = False
     reference: bool = False
     eager: bool = False
+    accumulation: int = 1
 
     @property
     def in_layers(self) -> list[Parameter]:

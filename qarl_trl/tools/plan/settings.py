@@ -78,6 +78,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
         fsdp2=fsdp2,
         # Without its adapter a PeftModel is its own reference.
         reference=settings.beta > 0 and adapter is None,
+        accumulation=settings.gradient_accumulation_steps,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
     )
 

@@ -1,0 +1,145 @@
+"""`qarl_trl.learner.groups`: micro-batches that share a pass train as each one alone does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from slow.toys import save_model
+from torch import Tensor
+
+from learner.test_features import LARGE, assert_equal_runs, make, plain_losses, train
+from qarl_trl.learner.groups import MicroBatchGroups, count_tokens
+from qarl_trl.learner.logps import PackedPasses
+
+
+# Groups -------------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(lengths):
+    """Micro-batches of two rows, whose completions have these lengths, and whose prompts one token each."""
+    batches = []
+    for length in lengths:
+        completion_mask = torch.zeros(2, 6, dtype=torch.long)
+        completion_mask[0, :length] = 1
+        batches.append({"prompt_mask": torch.ones(2, 1, dtype=torch.long), "completion_mask": completion_mask})
+    return batches
+
+
+def groups_of(sizes):
+    return MicroBatchGroups(lambda tokens, updates: list(sizes))
+
+
+def test_all_real_tokens_are_counted():
+    assert count_tokens(micro_batches([0, 1, 6])).tolist() == [2, 3, 8]
+
+
+def test_a_group_comes_out_with_its_last_micro_batch():
+    batch = micro_batches([1, 2, 3])
+    groups = groups_of([2, 1])
+    groups.choose(batch, [0, 0, 0])
+
+    taken = [groups.take(micro_batch, place, ends_update=False) for place, micro_batch in enumerate(batch)]
+
+    assert taken == [[], batch[:2], batch[2:]]
+
+
+def test_a_group_ends_where_the_optimizer_steps():
+    """As in an epoch whose last update is shorter than the others."""
+    batch = micro_batches([1, 2, 3])
+    groups = groups_of([3])
+    groups.choose(batch, [0, 0, 0])
+
+    assert groups.take(batch[0], 0, ends_update=False) == []
+    assert groups.take(batch[1], 1, ends_update=True) == batch[:2]
+    assert groups.take(batch[2], 2, ends_update=False) == batch[2:]
+
+
+def test_a_rollout_batch_is_grouped_once_and_the_next_one_starts_empty():
+    asked = []
+
+    def merge(tokens, updates):
+        asked.append((tokens.tolist(), updates))
+        return [2]
+
+    first = micro_batches([1, 2])
+    second = micro_batches([3, 4])
+    groups = MicroBatchGroups(merge)
+    groups.choose(first, [0, 0])
+    groups.choose(first, [1, 1])
+    # A run that stops here is followed by another one.
+    assert groups.take(first[0], 0, ends_update=False) == []
+    groups.choose(second, [5, 5])
+
+    assert asked == [([3, 4], [0, 0]), ([5, 6], [5, 5])]
+    assert groups.take(second[0], 0, ends_update=False) == []
+    assert groups.take(second[1], 1, ends_update=False) == second
+
+
+# Trained ------------------------------------------------------------------------------------------------------------
+
+
+def alone(self: PackedPasses, tokens: Tensor, updates: list[int]) -> list[int]:
+    """In place of `merge`."""
+    return [1] * len(tokens)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+SETTINGS = {"steps_per_generation": 4, "gradient_accumulation_steps": 4}
+FEATURES = {
+    "tbpo": {},
+    # Its sum is divided by the tokens of the micro-batch.
+    "bnpo": {"loss_type": "bnpo"},
+    "dapo": {"loss_type": "dapo"},
+    # TRL reads where an update ends.
+    "adaptive entropy": {
+        "loss_type": "grpo",
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.5,
+        "entropy_target": 9.0,
+        "max_steps": 3,
+    },
+    # A quantile of the tokens of the micro-batch.
+    "entropy quantile": {"loss_type": "dapo", "top_entropy_quantile": 0.3},
+    "rollout batches of three": {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", None])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_micro_batches_that_share_a_pass_train_as_each_one_alone(model, tmp_path, monkeypatch, feature, scheme):
+    """Also the metrics: those of every micro-batch are logged."""
+    changes = SETTINGS | plain_losses(scheme) | FEATURES[feature]
+    together = train(make(model, tmp_path / "together", max_tokens_per_pass=LARGE, **changes))
+    monkeypatch.setattr(PackedPasses, "merge", alone)
+    one_by_one = train(make(model, tmp_path / "alone", max_tokens_per_pass=LARGE, **changes))
+
+    assert_equal_runs(together, one_by_one)
+    assert len(together["passes"]) < len(one_by_one["passes"])
+
+
+def test_a_loss_of_the_whole_group_would_be_noticed(model, tmp_path):
+    """Control: with one loss for all rows "bnpo" divides by the tokens of the group."""
+    changes = SETTINGS | plain_losses(None) | FEATURES["bnpo"]
+    apart = train(make(model, tmp_path / "apart", max_tokens_per_pass=LARGE, **changes))
+    larger = {"per_device_train_batch_size": 16, "steps_per_generation": 1, "gradient_accumulation_steps": 1}
+    whole = train(make(model, tmp_path / "whole", max_tokens_per_pass=LARGE, **changes | larger))
+
+    # Seen: -0.356 and -0.409.
+    assert abs(apart["losses"][:4].sum() - whole["losses"][0]) > 1e-2
+
+
+def test_a_balancing_loss_keeps_micro_batches_apart(tmp_path):
+    """That of a pass is not the mean of those of its micro-batches."""
+    mixture = save_model(tmp_path / "model", layers=1, experts=4)
+    changes = SETTINGS | plain_losses(None) | {"max_tokens_per_pass": LARGE, "max_steps": 1}
+
+    balanced = train(make(mixture, tmp_path / "balanced", **changes, router_aux_loss_coef=0.3))
+    free = train(make(mixture, tmp_path / "free", **changes, router_aux_loss_coef=0.0))
+
+    # And two passes of the evaluation.
+    assert len(balanced["passes"]) == 4 + 2
+    assert len(free["passes"]) == 1 + 2
