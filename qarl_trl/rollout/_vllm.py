@@ -155,7 +155,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     """
     Run vLLM's reload of an engine's model, and check that every parameter was loaded completely.
 
-    It also handles what vLLM 0.31's reload leaves out: loaders and storage of biases, layouts of CPU kernels
+    It also handles what vLLM 0.31's reload leaves out: the form of biases, layouts of CPU kernels
     (`_vllm_cpu.complete_reload`), kernels of experts (`_vllm_experts.keep_expert_kernels`) and scales of attention
     layers.
 
@@ -171,17 +171,16 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
 
     # Before the reload, which replaces a tied parameter by one for each of its names.
     tied = tied_names(model)
-    biases = _prepare_biases(model)
     loaded = LoadedElements(model, layerwise.get_numel_loaded)
 
     with (
         patch.object(layerwise, "get_numel_loaded", loaded.load),
         _vllm_cpu.complete_reload(model),
+        _biases_of_checkpoint(),
         keep_expert_kernels(model),
     ):
         reload()
 
-    _keep_biases(model, biases)
     reset_cache_scales(model)
 
     # Without a single call of vLLM's counter nothing could be missing, and nothing would be checked.
@@ -196,37 +195,40 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
         )
 
 
-def _prepare_biases(model: torch.nn.Module) -> dict[str, Tensor]:
+@contextmanager
+def _biases_of_checkpoint() -> Iterator[None]:
     """
-    Make every bias of the engine loadable, and return the storage of each by name, for [`_keep_biases`].
+    Let a reload fill biases in the form of a checkpoint, and leave what kernels make of them in their old memory.
 
-    Kernels that permute or cast a bias (Marlin for NVFP4 and FP8, W4A8 on a CPU) replace it by an ordinary parameter.
-    That lacks the loader that vLLM calls for merged layers, or the dimension along which it splits; the layer itself
-    still has the loader.
+    A reload gives the other parameters their first form before it loads, but not biases (`SKIP_TENSORS`). Marlin pads
+    and permutes a bias, W4A8 on a CPU casts it: the loader would write over that form, or find a bias that is longer
+    than the checkpoint's. Some kernels put an ordinary parameter in its place, without loader and dimension to split;
+    others a new tensor into the old parameter, which a CUDA graph would not read.
     """
-    for layer in model.modules():
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    restore = layerwise.restore_layer_on_meta
+
+    def restore_with_bias(layer: Any, info: Any) -> None:
+        restore(layer, info)
+
+        # vLLM has kept this one, and will copy into it what the kernel makes of the loaded one.
         bias: Any = getattr(layer, "bias", None)
-        ordinary = isinstance(bias, torch.nn.Parameter) and not hasattr(bias, "output_dim")
-        if ordinary and hasattr(layer, "weight_loader"):
-            bias.output_dim = 0
-            bias.weight_loader = layer.weight_loader
+        if isinstance(bias, torch.nn.Parameter) and hasattr(layer, "weight_loader"):
+            layer.bias = _empty_bias(layer, bias)
 
-    return {name: param.data for name, param in model.named_parameters() if name.rpartition(".")[2] == "bias"}
+    with patch.object(layerwise, "restore_layer_on_meta", restore_with_bias):
+        yield
 
 
-def _keep_biases(model: torch.nn.Module, before: dict[str, Tensor]) -> None:
-    """
-    Copy every bias back into the storage that CUDA graphs were captured with.
+def _empty_bias(layer: Any, bias: Any) -> torch.nn.Parameter:
+    """A bias as vLLM creates it for a linear layer: not padded, with the loader and the dimension of its split."""
+    size = getattr(layer, "output_size_per_partition", bias.numel())
 
-    vLLM's reload copies a kernel's prepared tensors into the old storage, except biases (`SKIP_TENSORS`). Marlin's
-    layers permute theirs into a new tensor: a graph would continue to read the old storage, where the bias is not
-    permuted.
-    """
-    for name, storage in before.items():
-        bias = model.get_parameter(name)
-        if bias.data_ptr() != storage.data_ptr():
-            storage.copy_(bias.data)
-            bias.data = storage
+    empty: Any = torch.nn.Parameter(bias.data.new_empty(size), requires_grad=False)
+    empty.output_dim = getattr(bias, "output_dim", 0)
+    empty.weight_loader = getattr(bias, "weight_loader", layer.weight_loader)
+    return empty
 
 
 def reset_prefix_cache(llm: Any) -> None:

@@ -13,7 +13,6 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
 from ..cpu_exact.ops import has_engine_ops
-from ..quant.experts import QuantExperts
 from ..quant.scheme import SchemeSupport, gpu_generation, support_of
 from .cpu_support import check_engine_cpu
 
@@ -76,12 +75,8 @@ def default_engine_kwargs(model: nn.Module) -> dict[str, Any]:
     Args:
         model: The learner's model, after `apply_quantization`.
     """
-    experts = [module for module in model.modules() if isinstance(module, QuantExperts)]
-    quantizes_inputs = any(support_of(layer.scheme).activations != "none" for layer in experts)
-
-    # Compiled code rounds at other places, so it would differ from a learner with the engine's operations. And CUDA
-    # graphs keep buffers of experts with quantized inputs, which vLLM 0.31 replaces at every sync.
-    if has_engine_ops(model) or quantizes_inputs:
+    # Compiled code rounds at other places, so it would differ from a learner with the engine's operations.
+    if has_engine_ops(model):
         return {"enforce_eager": True}
     return {}
 

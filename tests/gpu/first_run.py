@@ -112,11 +112,11 @@ STAGES = (
         settings={"scheme": "W4A16", "sleep": True, "experts": 8},
     ),
     Stage(
-        name="experts, FP8",
-        question="The same for FP8_DYNAMIC; eager engine",
+        name="experts, FP8, graphs and sleep",
+        question="The same for FP8_DYNAMIC",
         limit_s=150,
         function="engine",
-        settings={"scheme": "FP8_DYNAMIC", "experts": 8},
+        settings={"scheme": "FP8_DYNAMIC", "sleep": True, "experts": 8},
     ),
     Stage(
         name="learner, W4A16",

@@ -13,20 +13,22 @@ from .cuda import cuda
 
 
 # Weights of whole kernel tiles.
-SIZES = {
+WHOLE_TILES = {
     "hidden_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 128,
     "intermediate_size": 512,
 }
+# Marlin pads the 480 rows of q, k and v to 512.
+PADDED = {**WHOLE_TILES, "hidden_size": 384, "num_attention_heads": 8, "num_key_value_heads": 1}
 
 
-def make_learner(kind: str, scheme: str) -> torch.nn.Module:
+def make_learner(kind: str, scheme: str, sizes: dict[str, int] = WHOLE_TILES) -> torch.nn.Module:
     """A model of a family of `conftest.KINDS`, quantized unless `scheme` is `"none"`."""
     from qarl_trl.quant import apply_quantization
 
-    model = make_model(kind, **SIZES)
+    model = make_model(kind, **sizes)
     if scheme != "none":
         apply_quantization(model, scheme)
     return model
@@ -50,6 +52,7 @@ class Engine:
 
         self._capability = capability
         self._settings = _settings(folder, learner)
+        _vllm.keep_block_scales()
         _vllm.keep_cache_scales()
         with set_current_vllm_config(self._settings):
             _start_group(folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import types
+import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from slow.isolated import isolated, isolated_group
 
 from qarl_trl.quant.scheme import GPU_GENERATIONS
 
-from .engine import Engine, make_learner
+from .cuda import cuda
+from .engine import PADDED, WHOLE_TILES, Engine, make_learner
 
 
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "dev" / "gpu.md"
+AMPERE = GPU_GENERATIONS["Ampere"]
 HOPPER = GPU_GENERATIONS["Hopper"]
 DENSE = ("qwen2", "qwen3", "llama")
 EXPERTS = "qwen3_moe"
@@ -26,9 +28,17 @@ SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "F
 # Family and scheme. The experts first: vLLM makes the group of their ranks with the first model of a process alone.
 CELLS = [(kind, scheme) for kind in (EXPERTS, *DENSE) for scheme in SCHEMES]
 CELLS.remove((EXPERTS, "NVFP4A16"))  # vLLM has none
+# Kernels for them pad: by `layer.bias.data = ...` for W8A16, with a new parameter for the others.
+PADDED_SCHEMES = ("W8A16", "NVFP4A16", "FP8_DYNAMIC")
 RANKED = (("qwen2", "W4A16"), ("qwen3", "NVFP4A16"), (EXPERTS, "W4A16"), (EXPERTS, "FP8_DYNAMIC"))
 # They do not depend on the weights.
 ALIKE_IN_ALL_SYNCS = ("weight_shape", "cos_sin_cache")
+# What a kernel of FP8 experts holds: constants, and its scales, which are parameters of the layer.
+STRIDES = tuple(
+    f"moe_kernel.impl.fused_experts.experts.{name}"
+    for name in ("ab_strides1", "ab_strides2", "c_strides1", "c_strides2")
+)
+SCALES = ("moe_quant_config._w1.scale", "moe_quant_config._w2.scale")
 
 
 @dataclass(frozen=True)
@@ -64,10 +74,15 @@ def assert_faultless(syncs: Syncs, label: Any = "") -> None:
 
 
 def sync_a_b_a(
-    folder: str, kind: str, scheme: str, capability: tuple[int, int] = HOPPER, repacked_twice: bool = False
+    folder: str,
+    kind: str,
+    scheme: str,
+    capability: tuple[int, int] = HOPPER,
+    sizes: dict[str, int] = WHOLE_TILES,
+    repacked_twice: bool = False,
 ) -> Syncs:
     """`repacked_twice`: a fault of the second A."""
-    learner = make_learner(kind, scheme)
+    learner = make_learner(kind, scheme, sizes)
     engine = Engine(folder, learner, capability)
     places = engine.places()
     scales = {engine.query_scale()}
@@ -151,28 +166,71 @@ def sync_all_cells(folder: str, capability: tuple[int, int]) -> dict[tuple[str, 
     return results
 
 
-def sync_with_deep_gemm(folder: str, kind: str) -> Syncs:
-    """FP8_BLOCK with a DeepGEMM, whose layout of scales is another permutation."""
-    import vllm.utils.deep_gemm
-    from vllm.platforms import current_platform
+def sync_without_deep_gemm(folder: str, kind: str, capability: tuple[int, int]) -> Syncs:
+    """FP8_BLOCK on the kernels that vLLM chooses next."""
+    os.environ["VLLM_USE_DEEP_GEMM"] = "0"
+    return sync_a_b_a(folder, kind, "FP8_BLOCK", capability)
 
+
+def sync_with_reload_of_vllm(
+    folder: str, kind: str, scheme: str, sizes: dict[str, int], capability: tuple[int, int]
+) -> Syncs:
+    """Neither kernels of experts nor biases are looked after."""
     from qarl_trl.rollout import _vllm
 
-    def transform(sf: torch.Tensor, **_: Any) -> torch.Tensor:
-        return sf.flip(-1).clone()
-
-    sys.modules["deep_gemm"] = types.SimpleNamespace(fp8_gemm_nt=None, transform_sf_into_required_layout=transform)
-    vllm.utils.deep_gemm.has_deep_gemm = lambda: True
-    type(current_platform).support_deep_gemm = classmethod(lambda cls: True)
-    _vllm.keep_block_scales()
-    return sync_a_b_a(folder, kind, "FP8_BLOCK")
+    _vllm.keep_expert_kernels = lambda model: nullcontext()
+    _vllm._biases_of_checkpoint = nullcontext
+    return sync_a_b_a(folder, kind, scheme, capability, sizes)
 
 
-def sync_without_bias_loaders(folder: str, kind: str, scheme: str) -> Syncs:
-    from qarl_trl.rollout import _vllm
+def sync_without_constants(folder: str) -> Syncs:
+    """FP8 experts whose first kernels come back without the constants of the new ones."""
+    from qarl_trl.rollout import _vllm_experts
 
-    _vllm._prepare_biases = lambda model: {}
-    return sync_a_b_a(folder, kind, scheme)
+    _vllm_experts._take_over = lambda layer, first, new: None
+    return sync_a_b_a(folder, EXPERTS, "FP8_DYNAMIC")
+
+
+def answers() -> dict[str, dict[str, bool]]:
+    """For each generation what vLLM asks before it chooses a kernel for FP8."""
+    of_generations = {}
+    for generation, capability in GPU_GENERATIONS.items():
+        with cuda(capability):
+            from vllm.model_executor.layers.quantization.utils import w8a8_utils
+            from vllm.platforms import current_platform
+            from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+            of_generations[generation] = {
+                "CPU": current_platform.is_cpu(),
+                "FP8": current_platform.supports_fp8(),
+                "CUTLASS": w8a8_utils.cutlass_fp8_supported(),
+                "CUTLASS for blocks": w8a8_utils.cutlass_block_fp8_supported(),
+                "CUTLASS for experts": w8a8_utils.cutlass_group_gemm_supported(),
+                "DeepGEMM": is_deep_gemm_supported(),
+            }
+    return of_generations
+
+
+def errors_of_questions() -> dict[str, str]:
+    """The names of the errors that questions raise; empty for an answer."""
+    errors = {}
+    with cuda(HOPPER):
+        from vllm import _custom_ops as ops
+        from vllm.platforms import current_platform
+
+        questions = {
+            "FP8": current_platform.supports_fp8,
+            "name of the GPU": current_platform.get_device_name,
+            "MXFP4": lambda: ops.mxfp4_experts_quant_supported(90),
+            "an operation": lambda: torch.ops._C.marlin_gemm,
+        }
+        for question, ask in questions.items():
+            try:
+                ask()
+                errors[question] = ""
+            except Exception as error:
+                errors[question] = type(error).__name__
+    return errors
 
 
 # Tests --------------------------------------------------------------------------------------------------------------
@@ -218,23 +276,83 @@ def test_ranks_of_an_engine_keep_their_parts(kind, scheme, tmp_path):
         assert rank.elements < 0.75 * alone.elements
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_block_scales_survive_the_layout_of_deep_gemm(kind, tmp_path):
-    syncs = isolated(sync_with_deep_gemm, str(tmp_path), kind)
+@pytest.mark.parametrize(
+    ("kind", "capability", "kernel"),
+    [
+        ("qwen2", HOPPER, "CutlassFp8BlockScaledMMKernel"),
+        ("qwen3", HOPPER, "CutlassFp8BlockScaledMMKernel"),
+        (EXPERTS, GPU_GENERATIONS["Blackwell"], "TritonExperts"),
+    ],
+)
+def test_block_scales_survive_other_kernels(kind, capability, kernel, tmp_path):
+    syncs = isolated(sync_without_deep_gemm, str(tmp_path), kind, capability)
 
     assert_faultless(syncs)
-    assert syncs.kernel == "DeepGemmFp8BlockScaledMMKernel"
+    assert syncs.kernel == kernel
+
+
+@pytest.mark.parametrize("scheme", PADDED_SCHEMES)
+def test_padded_biases_are_filled(scheme, tmp_path):
+    syncs = isolated(sync_a_b_a, str(tmp_path), "qwen2", scheme, AMPERE, PADDED)
+
+    assert_faultless(syncs)
+    assert "Marlin" in syncs.kernel
+
+
+# Controls -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_repack_is_found(tmp_path):
-    """A control."""
-    syncs = isolated(sync_a_b_a, str(tmp_path), "qwen2", "W4A16", HOPPER, True)
+    syncs = isolated(sync_a_b_a, str(tmp_path), "qwen2", "W4A16", HOPPER, WHOLE_TILES, True)
 
     assert syncs.not_a_again == [f"model.layers.{i}.mlp.down_proj.weight_packed" for i in (0, 1)]
 
 
-@pytest.mark.parametrize("scheme", ["NVFP4A16", "FP8_BLOCK"])
-def test_without_its_loader_a_permuted_bias_stops_the_first_sync(scheme, tmp_path):
-    """A control. Marlin puts a permuted bias without a loader in its place. When this fails vLLM has been repaired."""
+def test_a_reload_of_vllm_moves_what_graphs_of_experts_read(tmp_path):
+    """When this fails vLLM has been repaired."""
+    syncs = isolated(sync_with_reload_of_vllm, str(tmp_path), EXPERTS, "FP8_DYNAMIC", WHOLE_TILES, HOPPER)
+
+    method = "model.layers.0.mlp.experts.routed_experts.quant_method"
+    assert {f"{method}.{part}" for part in (*STRIDES, *SCALES)} <= set(syncs.moved)
+
+
+def test_constants_of_a_kept_kernel_must_be_filled(tmp_path):
+    syncs = isolated(sync_without_constants, str(tmp_path))
+
+    assert syncs.moved == []
+    assert syncs.not_a_again
+    assert all(name.endswith(STRIDES) for name in syncs.not_a_again)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sizes"),
+    [("NVFP4A16", WHOLE_TILES), ("FP8_DYNAMIC", WHOLE_TILES), *((scheme, PADDED) for scheme in PADDED_SCHEMES)],
+    ids=["NVFP4A16", "FP8_DYNAMIC", *(f"{scheme}-padded" for scheme in PADDED_SCHEMES)],
+)
+def test_a_reload_of_vllm_stops_at_biases(scheme, sizes, tmp_path):
+    """Marlin puts a permuted or padded bias in its place. When this fails vLLM has been repaired."""
     with pytest.raises(AssertionError):
-        isolated(sync_without_bias_loaders, str(tmp_path), "qwen2", scheme)
+        isolated(sync_with_reload_of_vllm, str(tmp_path), "qwen2", scheme, sizes, AMPERE)
+
+
+# The pretence -------------------------------------------------------------------------------------------------------
+
+
+def test_the_pretended_gpu_answers_as_one_of_its_generation():
+    yes = {}
+    for generation, answer in isolated(answers).items():
+        yes[generation] = {question for question in answer if answer[question]}
+
+    newest = {"FP8", "CUTLASS", "CUTLASS for blocks", "CUTLASS for experts", "DeepGEMM"}
+    assert yes == {"Ampere": set(), "Ada": {"FP8", "CUTLASS"}, "Hopper": newest, "Blackwell": newest}
+
+
+def test_a_question_without_an_answer_fails():
+    errors = isolated(errors_of_questions)
+
+    assert errors == {
+        "FP8": "",  # a control
+        "name of the GPU": "NotImplementedError",
+        "MXFP4": "NoAnswer",  # vLLM takes an `AttributeError` for "no"
+        "an operation": "NoAnswer",
+    }

@@ -83,14 +83,10 @@ def test_a_quantized_cache_of_keys_and_values_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "scheme", "kwargs"),
-    [
-        ("qwen3_moe", "FP8_DYNAMIC", {"enforce_eager": True}),
-        ("qwen3_moe", "W4A16", {}),
-        ("qwen3", "FP8_DYNAMIC", {}),
-    ],
+    ("kind", "scheme"), [("qwen3_moe", "FP8_DYNAMIC"), ("qwen3_moe", "W4A16"), ("qwen3", "FP8_DYNAMIC")]
 )
-def test_experts_with_quantized_activations_run_without_graphs(tiny_model, kind, scheme, kwargs):
+def test_engines_run_with_graphs(tiny_model, kind, scheme):
+    """Also those of experts with quantized inputs. With the engine's operations: `tests/slow/test_invariants.py`."""
     model = apply_quantization(tiny_model(kind, num_hidden_layers=1), scheme)
 
-    assert default_engine_kwargs(model) == kwargs
+    assert default_engine_kwargs(model) == {}

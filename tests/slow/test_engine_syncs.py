@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -193,22 +194,22 @@ def _sync_biases(model: str, folder: str) -> list[dict[str, bool]]:
         # The memory that a CUDA graph would read.
         captured_bias = layer.bias.data
         return [
-            _sync_biases_once(trainer, layer, captured_bias, _vllm._keep_biases),
-            _sync_biases_once(trainer, layer, captured_bias, lambda *_: None),
+            _sync_biases_once(trainer, layer, captured_bias, _vllm._biases_of_checkpoint),
+            _sync_biases_once(trainer, layer, captured_bias, nullcontext),
         ]
 
 
 def _sync_biases_once(
-    trainer: Any, layer: torch.nn.Module, captured_bias: torch.Tensor, keep_biases: Callable
+    trainer: Any, layer: torch.nn.Module, captured_bias: torch.Tensor, biases: Callable
 ) -> dict[str, bool]:
-    """Whether layer and captured memory have the biases of a sync, which is told how to keep them."""
+    """Whether layer and captured memory have the biases of a sync, which is told in which form to fill them."""
     from qarl_trl.rollout import _vllm
 
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             # Drawn for every parameter; only biases and norms move.
             parameter.add_(0.1 * torch.randn_like(parameter) * (parameter.ndim == 1))
-    with patch.object(_vllm, "_keep_biases", keep_biases):
+    with patch.object(_vllm, "_biases_of_checkpoint", biases):
         sent = sync(trainer.vllm_generation)
 
     expected = torch.cat([sent[f"model.layers.0.self_attn.{name}_proj.bias"] for name in "qkv"]).flip(0)
