@@ -7,13 +7,15 @@ from transformers import PretrainedConfig
 
 from ..export.push import repository_of
 from ..quant.experts import num_experts
+from ..quant.names import adapter_configs
 from ..quant.start import QuantizedSource
+from .adapters import check_tied
 from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
 from .layers import check_layers
 from .memory import check_host_memory
-from .model import config_of
+from .model import config_of, skeleton
 from .source import find_source
 from .types import RunSettings, TrainerArguments
 
@@ -46,6 +48,11 @@ def check_run(
 
     source = find_source(model, args)
     config = config_of(model, args)
+
+    if args.quantized:
+        for adapter in adapter_configs(model, trainer_arguments.get("peft_config")):
+            if adapter.modules_to_save:
+                check_tied(skeleton(config, args), adapter)
 
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
