@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..export.push import repository_of
+from ..guards import on_first
 from ..quant.experts import num_experts
 from ..quant.names import adapter_configs
 from ..quant.start import QuantizedSource
@@ -16,6 +17,7 @@ from .folders import check_folders
 from .layers import check_layers
 from .memory import check_host_memory
 from .model import config_of, skeleton
+from .prompts import check_prompts
 from .source import find_source
 from .types import RunSettings, TrainerArguments
 
@@ -57,6 +59,10 @@ def check_run(
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, trainer_arguments.get("peft_config"))
+
+    # Only the first process: it takes seconds for many rows. The others wait, and stop with it.
+    name = model if isinstance(model, str) else config._name_or_path
+    on_first(args, lambda: check_prompts(name, config, args, trainer_arguments))
 
     # A model that was passed as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(trainer_arguments)
