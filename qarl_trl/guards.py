@@ -133,7 +133,7 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
         kind = "an infinite reward" if math.isinf(worst) else f"the reward {worst:.3g}"
         raise ValueError(
             f"The reward function {names[too_large[0]]!r} gave {kind}. It must be a finite number of at most "
-            f"{LARGEST_REWARD:g}, or None where it does not apply: its whole group would have advantages of NaN or 0."
+            f"{LARGEST_REWARD:g}, or None where it does not apply: all advantages of its group would be NaN or 0."
         )
     return rewards
 

@@ -95,6 +95,7 @@ class StepClock(TrainerCallback):
         self._start = time.perf_counter()
         if self._engine is not None:  # leave out what an evaluation generated before this step
             self._engine.reset_clock()
+            self._syncs_before = self._engine.num_syncs
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         total = time.perf_counter() - self._start
@@ -104,7 +105,8 @@ class StepClock(TrainerCallback):
             rollout = self._engine.rollout_seconds
             sync = self._engine.sync_seconds
 
-        if rollout and self._engine.num_syncs:  # a step whose rollout had a sync
+        # Not a step with a rollout: those of a `rollout_func` are not timed.
+        if self._engine is not None and self._engine.num_syncs > self._syncs_before:
             self._log("sync/bytes", float(self._engine.synced_bytes))
             for name, share in self._flips().items():
                 self._log(name, share)

@@ -179,6 +179,11 @@ def check_lora_config(config: Any) -> None:
     if config.init_lora_weights not in _PLAIN_INIT:  # others may rewrite the base weights
         changed.append("init_lora_weights")
 
+    if "ensure_weight_tying" in changed:
+        raise ValueError(
+            "The adapter sets ensure_weight_tying=True, which is not supported: leave modules_to_save of a tied "
+            "embedding out."
+        )
     if changed:
         settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
         raise ValueError(

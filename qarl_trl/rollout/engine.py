@@ -81,7 +81,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
         self.synced_bytes = 0
         self.num_syncs = 0
-        self._checked_syncs = 0
         self._failed: str | None = None
         self.reset_clock()
         super().__init__(model, *args, **kwargs)
@@ -163,7 +162,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
     # Weight sync -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Send the learner's current low-bit tensors to the engine, and clear its cached keys and values."""
+        """
+        Send the learner's current low-bit tensors to the engine, clear its cached keys and values, and run the sync
+        check if it is due: here, because a `rollout_func` samples without `generate`.
+        """
         start = time.perf_counter()
         if self.enable_sleep_mode:
             clear_device_cache()
@@ -176,6 +178,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self._send(weights)
 
         self.num_syncs += 1
+        if self.sync_check is not None and self.sync_check.due(self.num_syncs):
+            with self._all_or_none("sync check"):
+                self._check_sync(self.sync_check)
         self.sync_seconds += time.perf_counter() - start
 
     @property
@@ -224,11 +229,23 @@ class LowBitVLLMGeneration(VLLMGeneration):
             _vllm.reload_engine(self.llm, weights)
         _vllm.reset_prefix_cache(self.llm)
 
+    def _check_sync(self, sync_check: SyncCheck) -> None:
+        """Compare the engine with the learner."""
+        if self.mode == "colocate":
+            if self.enable_sleep_mode:
+                self.llm.wake_up(tags=["kv_cache"])
+            sync_check.check(self.llm, self.num_syncs)
+            return
+
+        # First, because a server never answers if a rank lacks weights.
+        on_first(self.accelerator, lambda: self.vllm_client.require_synced())
+        sync_check.check(self, self.num_syncs)
+
     # Generation ------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """
-        TRL's `generate` after the sync check, timed without the syncs inside it.
+        TRL's `generate`, timed without the syncs inside it: it syncs an engine whose sleep discarded the weights.
 
         Args:
             prompts: Token ids of each prompt.
@@ -239,12 +256,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
             TRL's answer: token ids of prompts and completions, and the engine's log-probs of the completions.
 
         Raises:
-            RuntimeError: if the sync check fails, if a completion is missing or empty, or after an earlier failure.
+            RuntimeError: if a completion is missing or empty, or after an earlier failure.
         """
         with self._all_or_none("generation"):
-            if self.sync_check is not None:
-                self._prepare_and_check(self.sync_check)
-
             start = time.perf_counter()
             synced_before = self.sync_seconds
             has_several_ranks = self.mode == "colocate" and self.tensor_parallel_size > 1
@@ -257,34 +271,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         synced = self.sync_seconds - synced_before
         self.rollout_seconds += time.perf_counter() - start - synced
         return result
-
-    def _prepare_and_check(self, sync_check: SyncCheck) -> None:
-        """Wake a sleeping engine, and run the sync check on it if one is due. Its time counts as syncing."""
-        # Sleep discarded the weights. TRL itself syncs them again only inside `generate`, after the check.
-        if self.enable_sleep_mode and self._llm_weights_sleeping:
-            self.sync_weights()
-
-        # Several syncs are new if nothing was sampled between them.
-        new_syncs = range(self._checked_syncs + 1, self.num_syncs + 1)
-        self._checked_syncs = self.num_syncs
-        if not any(sync_check.due(number) for number in new_syncs):
-            return
-
-        start = time.perf_counter()
-        if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
-        self._check_sync(sync_check)
-        self.sync_seconds += time.perf_counter() - start
-
-    def _check_sync(self, sync_check: SyncCheck) -> None:
-        """Compare the engine, which must be awake, with the learner."""
-        if self.mode == "colocate":
-            sync_check.check(self.llm, self.num_syncs)
-            return
-
-        # First, because a server never answers if a rank lacks weights.
-        on_first(self.accelerator, lambda: self.vllm_client.require_synced())
-        sync_check.check(self, self.num_syncs)
 
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:

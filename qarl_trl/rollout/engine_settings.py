@@ -8,6 +8,15 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 
+# Entries of a config that no engine reads, or that it gets otherwise: dtypes, cache, names, and the end of an answer.
+NOT_READ = {
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation", "chunk_size_feed_forward"),
+    *("output_router_logits", "router_aux_loss_coef", "attention_dropout"),
+}
+
+
 def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trust_remote_code: bool) -> dict[str, Any]:
     """
     The arguments of `vllm.LLM` for an engine that matches a `model` after `apply_quantization`.
@@ -19,25 +28,37 @@ def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trus
         quantization: compressed-tensors' config; `None` for an engine in bfloat16.
         trust_remote_code: As for `from_pretrained`.
     """
-    overrides = changed_positions(model.config, trust_remote_code)
+    overrides = changed_config(model.config, trust_remote_code)
     if quantization is not None:
         overrides["quantization_config"] = quantization
     return {"load_format": "dummy", "dtype": "bfloat16", "hf_overrides": overrides}
 
 
-def changed_positions(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
+def changed_config(config: PretrainedConfig, trust_remote_code: bool) -> dict[str, Any]:
     """
-    Position settings of the learner that differ from the config file that the engine reads.
+    Values of the learner's config that differ from the config file that the engine reads.
 
-    `model_init_kwargs` may extend the context; without these the engine would use another rotary embedding.
+    The learner holds another config in memory after `model_init_kwargs` that extend the context (another rotary
+    embedding), `resize_token_embeddings` (another vocabulary), or any assignment.
 
     Args:
         config: The config of the learner's model.
         trust_remote_code: As for `from_pretrained`.
+
+    Raises:
+        ValueError: if a part of the config differs that has a config of its own, such as that of a vision tower.
     """
     on_disk = AutoConfig.from_pretrained(config._name_or_path, trust_remote_code=trust_remote_code)
+    of_file = on_disk.to_dict()
+
     changed = {}
-    for name in ("max_position_embeddings", "rope_parameters"):
-        if hasattr(config, name) and getattr(config, name) != getattr(on_disk, name):
-            changed[name] = getattr(config, name)
+    for name, value in config.to_dict().items():
+        if name in NOT_READ or of_file.get(name) == value:
+            continue
+        if name in config.sub_configs:
+            raise ValueError(
+                f"The model's {name} differs from {config._name_or_path}/config.json, which the engine reads. Save "
+                "the model to a new folder, and train from that."
+            )
+        changed[name] = value
     return changed

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from .. import _compat
 from .types import RunSettings
 
@@ -42,3 +44,40 @@ def _check_served(config: Any) -> None:
     for name in NOT_SERVED:
         if getattr(config, name):
             raise ValueError(f"lora_base='frozen': vLLM serves no adapter with {name}. Leave it out, or use 'merged'.")
+
+
+def check_tied(model: Any, adapter: Any) -> None:
+    """
+    Refuse an adapter that trains a copy of a weight which the model uses twice.
+
+    The learner would have two matrices then, one of them trained, where the engine and a checkpoint have one. Right
+    after the start the two are equal, so the first sync check would not see it.
+
+    Args:
+        model: The base model, with weights or without.
+        adapter: A `peft.LoraConfig`.
+
+    Raises:
+        ValueError: with the names of the module and of its twin.
+    """
+    copied = _copied_modules(model, adapter)
+    for twin, source in model.all_tied_weights_keys.items():
+        pair = [name.rpartition(".")[0] for name in (source, twin)]
+        hit = [name for name in pair if _is_inside(name, copied)]
+        if hit:
+            raise ValueError(
+                f"modules_to_save={list(adapter.modules_to_save)} would train a copy of {hit[0]!r}, and {pair[0]!r} "
+                f"and {pair[1]!r} share one weight (tie_word_embeddings): the engine has one matrix where the learner "
+                "would have two. Leave it out, or train without an adapter."
+            )
+
+
+def _copied_modules(model: nn.Module, adapter: Any) -> list[str]:
+    """Names of the modules of which peft makes a copy to train: it compares the ends of names."""
+    ends = tuple(adapter.modules_to_save or ())
+    return [name for name, _ in model.named_modules() if name.endswith(ends)]
+
+
+def _is_inside(name: str, modules: list[str]) -> bool:
+    """Whether a module is one of `modules` or a part of one."""
+    return any(name == module or name.startswith(f"{module}.") for module in modules)

@@ -6,14 +6,18 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..export.push import repository_of
+from ..guards import on_first
 from ..quant.experts import num_experts
+from ..quant.names import adapter_configs
 from ..quant.start import QuantizedSource
+from .adapters import check_tied
 from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
 from .layers import check_layers
 from .memory import check_host_memory
-from .model import config_of
+from .model import config_of, skeleton
+from .prompts import check_prompts
 from .source import find_source
 from .types import RunSettings, TrainerArguments
 
@@ -47,9 +51,18 @@ def check_run(
     source = find_source(model, args)
     config = config_of(model, args)
 
+    if args.quantized:
+        for adapter in adapter_configs(model, trainer_arguments.get("peft_config")):
+            if adapter.modules_to_save:
+                check_tied(skeleton(config, args), adapter)
+
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, trainer_arguments.get("peft_config"))
+
+    # Only the first process: it takes seconds for many rows. The others wait, and stop with it.
+    name = model if isinstance(model, str) else config._name_or_path
+    on_first(args, lambda: check_prompts(name, config, args, trainer_arguments))
 
     # A model that was passed as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(trainer_arguments)

@@ -24,7 +24,6 @@ def generation(order, due=lambda number: True, sleep=False):
     engine._llm_weights_sleeping = sleep
     engine.sync_check = None
     engine.num_syncs = 1
-    engine._checked_syncs = 0
     engine._failed = None
     engine.accelerator = SimpleNamespace(num_processes=1, device="cpu", gather=lambda row: row)
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
@@ -49,38 +48,55 @@ def let_trl_return_the_prompts(monkeypatch):
 # The sync check -------------------------------------------------------------------------------------------------
 
 
-def test_a_sync_that_is_due_is_checked_once_and_its_time_counted():
+def test_a_sync_that_is_due_is_checked_in_it_and_its_time_counted():
+    """Not in `generate`, which a `rollout_func` need not call."""
     order = []
-    engine, sync_check = generation(order, due=lambda number: number in (1, 4))
+    engine, sync_check = generation(order, due=lambda number: number in (1, 3))
+    del engine.sync_weights
+    engine.sync_check = sync_check
+    engine.num_syncs = 0
+    engine._iter_named_params = lambda: iter([("a", torch.zeros(2))])
+    engine._send = lambda weights: order.append("send")
 
-    # A batch may be sampled without a new sync.
-    for num_syncs in (1, 1, 2, 4):
-        engine.num_syncs = num_syncs
-        engine._prepare_and_check(sync_check)
+    for _ in range(4):
+        engine.sync_weights()
 
-    assert order == ["check 1", "check 4"]
+    assert order == ["send", "check 1", "send", "send", "check 3", "send"]
     assert engine.sync_seconds > 0
+    assert engine.synced_bytes == 8
 
 
-def test_a_sync_that_was_due_and_replaced_before_anything_was_sampled_is_made_up_for():
-    order = []
-    engine, sync_check = generation(order, due=lambda number: number == 4)
-    engine._checked_syncs = 3
-    engine.num_syncs = 5
+def test_a_failed_check_refuses_the_engine():
+    engine, sync_check = generation([])
+    del engine.sync_weights
 
-    engine._prepare_and_check(sync_check)
+    def fail(*_):
+        raise RuntimeError("stale")
 
-    assert order == ["check 5"]
+    sync_check.check = fail
+    engine.sync_check = sync_check
+    engine._iter_named_params = lambda: iter([])
+    engine._send = lambda weights: None
+
+    with pytest.raises(RuntimeError, match="stale"):
+        engine.sync_weights()
+    with pytest.raises(RuntimeError, match="A sync check of this engine failed earlier"):
+        engine.sync_weights()
 
 
-def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check():
-    """Level-2 sleep discards the weights, and TRL syncs again only inside `generate`."""
+def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check(monkeypatch):
+    """Level-2 sleep discards the weights."""
     order = []
     engine, sync_check = generation(order, sleep=True)
+    monkeypatch.setattr(rollout_engine, "clear_device_cache", lambda: None)
+    del engine.sync_weights
+    engine.sync_check = sync_check
+    engine._iter_named_params = lambda: iter([])
+    engine._send = lambda weights: order.append("send")
 
-    engine._prepare_and_check(sync_check)
+    engine.sync_weights()
 
-    assert order == ["sync", "wake ['kv_cache']", "check 2"]
+    assert order == ["wake ['weights']", "send", "wake ['kv_cache']", "check 2"]
 
 
 def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch):
@@ -98,7 +114,7 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch)
 
     monkeypatch.setattr(vllm_generation, "LLM", make_llm, raising=False)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
-    monkeypatch.setattr(engine_settings, "changed_positions", lambda *args: {})
+    monkeypatch.setattr(engine_settings, "changed_config", lambda *args: {})
     monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
 
     engine, sync_check = generation(order)
@@ -121,7 +137,7 @@ def test_every_engine_of_every_run_has_a_seed_of_its_own(monkeypatch, ranks, see
     taken = []
     monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: taken.append(kwargs["seed"]), raising=False)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: vllm_generation.LLM(seed=0))
-    monkeypatch.setattr(engine_settings, "changed_positions", lambda *args: {})
+    monkeypatch.setattr(engine_settings, "changed_config", lambda *args: {})
     monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
     engine, _ = generation([])
     engine.llm = engine.sync_check = None

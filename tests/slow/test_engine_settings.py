@@ -245,3 +245,41 @@ def test_by_the_trainers_own_evaluate_it_is_from_the_other_weights(swaps):
 
     assert 0 < rollouts[1] < FLOOR
     assert rollouts[3] > FAR_ABOVE
+
+
+# A config that only the learner has ----------------------------------------------------------------------------------
+
+
+def _train_with_added_tokens(model: str, folder: str) -> list[float]:
+    """The mismatches of a run whose tokenizer and embedding got more tokens in memory; each prompt has a new one."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl import QaRLConfig, QaRLTrainer
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<new{number}>" for number in range(60)])
+    learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    learner.resize_token_embeddings(80)
+
+    trainer = QaRLTrainer(
+        learner,
+        distinct_characters,
+        QaRLConfig(**settings(Path(folder))),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"] + "<new59>"} for row in prompts()]),
+        processing_class=tokenizer,
+    )
+    assert tokenizer("<new59>")["input_ids"] == [76]  # above the 64 tokens of the file
+    trainer.train()
+    return [row["mismatch/logp_diff_mean"] for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"], ids=["tied", "untied"])
+def test_tokens_that_were_added_in_memory_are_known_to_the_engine(tmp_path, family):
+    """The engine reads the number of tokens from a file: "out of vocabulary" otherwise."""
+    model = save_model(tmp_path / "model", family=family)
+
+    mismatches = isolated(_train_with_added_tokens, model, str(tmp_path / "run"))
+
+    assert len(mismatches) == 2
+    assert max(mismatches) < FLOOR

@@ -236,7 +236,12 @@ def test_an_engine_that_did_not_follow_is_called_stale(readings):
 
 
 def _train(
-    model: str, folder: str, changes: dict[str, Any], broken: str | None = None, evaluate: bool = False
+    model: str,
+    folder: str,
+    changes: dict[str, Any],
+    broken: str | None = None,
+    evaluate: bool = False,
+    by_function: bool = False,
 ) -> dict[str, Any]:
     """
     How a run ends, and what it logs.
@@ -247,8 +252,11 @@ def _train(
         changes: Fields of its config.
         broken: Scales of this layer of the engine become 0 after each sync.
         evaluate: Evaluate every two steps.
+        by_function: Sample by a `rollout_func` that drives the engine.
     """
     trainer = make_trainer(model, Path(folder), **changes)
+    if by_function:
+        trainer.rollout_func = _drive_engine
     if broken is not None:
         _break_syncs(broken)
     if evaluate:
@@ -265,6 +273,21 @@ def _train(
         "steps": trainer.state.global_step,
         "syncs": trainer.vllm_generation.num_syncs,
     }
+
+
+def _drive_engine(texts: list[str], trainer: Any) -> dict[str, Any]:
+    """A `rollout_func` that asks the engine itself."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, max_tokens=16, logprobs=0)
+    output: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for request in trainer.vllm_generation.llm.generate(texts, params, use_tqdm=False):
+        answer = request.outputs[0]
+        steps = zip(answer.logprobs, answer.token_ids, strict=True)
+        output["prompt_ids"].append(list(request.prompt_token_ids))
+        output["completion_ids"].append(list(answer.token_ids))
+        output["logprobs"].append([step[token].logprob for step, token in steps])
+    return output
 
 
 def _break_syncs(layer: str) -> None:
@@ -322,3 +345,24 @@ def test_a_healthy_run_passes_and_syncs_again_between_an_evaluation_and_the_next
     assert steps_that_log("eval_reward") == [2, 4]
     assert steps_that_log("sync/bytes") == [1, 3]
     assert steps_that_log("quant/flip_frac") == [3]
+
+
+def test_an_engine_that_a_rollout_func_drives_is_checked_too(tmp_path):
+    """TRL syncs before it calls the function, which does not call `generate`."""
+    model = save_model(tmp_path / "model")
+
+    run = isolated(_train, model, str(tmp_path / "run"), {"verify_sync": 1}, None, False, True)
+
+    assert (run["outcome"], run["steps"], run["syncs"]) == ("passed", 4, 2)
+    for name in ("sync/verify_logp_diff", "sync/bytes"):
+        assert [row["step"] for row in run["log"] if name in row] == [1, 3]
+    assert [row["step"] for row in run["log"] if "quant/flip_frac" in row] == [3]
+
+
+def test_a_broken_layer_stops_a_run_by_a_rollout_func(tmp_path):
+    model = save_model(tmp_path / "model")
+
+    run = isolated(_train, model, str(tmp_path / "run"), {}, "model.layers.1.mlp.down_proj", False, True)
+
+    assert "After sync 1 the engine's log-probs of the sync check prompt" in run["outcome"]
+    assert run["steps"] == 0

@@ -11,7 +11,7 @@ from conftest import make_model, make_tokenizer
 
 from qarl_trl import _compat, cli
 from qarl_trl.rewards import last_boxed, math_reward
-from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, rewards
+from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, measure, rewards
 
 
 RULE = Path(judge.__file__).with_name("rule.json")
@@ -298,8 +298,35 @@ def test_the_thresholds_begin_at_0_and_rise():
 def test_the_advice_is_that_of_the_last_threshold_reached(rollout_only, row):
     rows = json.loads(RULE.read_text())
 
-    result = judge.advise_on_qarl(rollout_only)
+    result = judge.advise_on_qarl(rollout_only, quantize_learner=True)
 
     assert result.status == OK
     assert rows[row]["advice"] in result.text
     assert "docs/do_i_need_qarl.md" in result.text
+
+
+@pytest.mark.parametrize(("rollout_only", "status"), [(0.03, OK), (0.05, WARN), (0.93, WARN)])
+def test_a_run_whose_learner_is_far_from_its_engine_is_not_ok(monkeypatch, tmp_path, rollout_only, status):
+    """0.93 nats per token were called "ok"."""
+    args = SimpleNamespace(
+        quantize_learner=False, quantized=True, quant_name="W4A16", trust_remote_code=False, chat_template_kwargs=None
+    )
+    measured = judge.Mismatch(floor=0.002, rollout_only=rollout_only, learner=rollout_only)
+    monkeypatch.setattr(measure, "_why_not_measured", lambda *_: None)
+    monkeypatch.setattr(measure.AutoConfig, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(measure.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(measure, "_prompt_ids", lambda *_: [[1]])
+    monkeypatch.setattr(measure, "measure", lambda *_: measured)
+
+    def statuses():
+        results = measure.probe_mismatch("folder", args, {"prompt": ["p"]})
+        return {result.name: result.status for result in results}
+
+    without = statuses()
+    assert (without["quantized rollout"], without["this run"], without["do I need QaRL?"]) == (status,) * 3
+
+    # Control: a bf16 learner is none of this run's.
+    args.quantize_learner = True
+    measured = judge.Mismatch(floor=0.002, rollout_only=rollout_only, learner=0.0)
+    aligned = statuses()
+    assert (aligned["quantized rollout"], aligned["QaRL"], aligned["do I need QaRL?"]) == (OK,) * 3

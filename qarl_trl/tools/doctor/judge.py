@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...config import QaRLConfig
 from . import FAIL, OK, WARN, CheckResult
@@ -76,17 +77,32 @@ def judge_mismatch(mismatch: Mismatch, args: QaRLConfig) -> CheckResult:
     )
 
 
-def advise_on_qarl(rollout_only: float) -> CheckResult:
+def advise_on_qarl(rollout_only: float, quantize_learner: bool) -> CheckResult:
     """
     The advice of docs/do_i_need_qarl.md, from the table that the page shows.
 
     Args:
         rollout_only: The mismatch between a low-bit engine and a bf16 learner, nats per token.
+        quantize_learner: Whether the learner of the run is the low-bit one, without that mismatch.
     """
-    table = Path(__file__).with_name("rule.json")
-    rows = json.loads(table.read_text())
-
+    rows = _rule()
     # The thresholds rise, so the last row that the mismatch reaches holds.
     reached = [row["advice"] for row in rows if rollout_only >= row["from"]]
     text = f"at {rollout_only:.2g} nats per token: {reached[-1]} (docs/do_i_need_qarl.md)"
-    return CheckResult(OK, "do I need QaRL?", text)
+    status = OK if quantize_learner else status_of(rollout_only)
+    return CheckResult(status, "do I need QaRL?", text)
+
+
+def status_of(mismatch: float) -> str:
+    """
+    `WARN` for a mismatch that reaches the last threshold of docs/do_i_need_qarl.md, whose arms went apart, else `OK`.
+
+    Args:
+        mismatch: Between the engine and the learner of a run, nats per token.
+    """
+    return WARN if mismatch >= _rule()[-1]["from"] else OK
+
+
+def _rule() -> list[dict[str, Any]]:
+    """The rows of the page's table, with rising thresholds."""
+    return json.loads(Path(__file__).with_name("rule.json").read_text())

@@ -20,7 +20,7 @@ from ...quant.experts import num_experts
 from ...quant.scheme import support_of
 from ..evaluate.sample import generate, start_engine
 from . import OK, SKIPPED, CheckResult
-from .judge import Mismatch, advise_on_qarl, judge_mismatch
+from .judge import Mismatch, advise_on_qarl, judge_mismatch, status_of
 
 
 TOKENS = 64  # sampled after each prompt
@@ -57,12 +57,16 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
     yield CheckResult(OK, "kernel floor", f"{floor}, bf16 engine against bf16 learner")
     if args.quantized:
         engine = f"{args.quant_name} engine"
-        yield CheckResult(OK, "quantized rollout", f"{mismatch.rollout_only:.2e}, {engine}, bf16 learner")
-        yield CheckResult(OK, "QaRL", f"{mismatch.learner:.2e}, {engine}, learner of this run")
+        # A warning is about the learner of this run, and the bf16 one is that only without `quantize_learner`.
+        status = OK if args.quantize_learner else status_of(mismatch.rollout_only)
+        yield CheckResult(status, "quantized rollout", f"{mismatch.rollout_only:.2e}, {engine}, bf16 learner")
+        name = "QaRL" if args.quantize_learner else "this run"
+        status = status_of(mismatch.learner)
+        yield CheckResult(status, name, f"{mismatch.learner:.2e}, {engine}, learner of this run")
 
     yield judge_mismatch(mismatch, args)
     if args.quantized:
-        yield advise_on_qarl(mismatch.rollout_only)
+        yield advise_on_qarl(mismatch.rollout_only, args.quantize_learner)
 
 
 def _why_not_measured(config: PretrainedConfig | None, args: QaRLConfig, dataset: Dataset) -> str | None:

@@ -50,7 +50,8 @@ def test_what_is_within_its_limit_is_told_with_its_figure():
         ({"mismatch/logp_diff_mean": 0.2, "mismatch/kl_k3": 0.02}, "bad", "a KL of 0.02"),
         ({"mismatch/logp_diff_mean": 0.2, "sync/verify_noise_floor": 0.02}, "look", "10.0 noise floors"),
         ({"quant/flip_frac": 0.0}, "bad", "no sync changes"),
-        ({"quant/flip_frac": 0.4}, "bad", "changes 40.00%"),
+        ({"quant/flip_frac": 9e-6}, "look", "changes a share of 9.0e-06 of the quantized values, below 2e-05"),
+        ({"quant/flip_frac": 0.4}, "bad", "changes 40.000%"),
         ({"ratio/neg_low_frac": 0.4}, "look", "40% of the answers are clipped (A < 0, below)"),
         ({"ratio/pos_high_frac": 0.9}, "bad", "90% of the answers are clipped (A > 0, above)"),
         ({"frac_reward_zero_std": 0.9}, "look", "90% of the prompts have equal rewards"),
@@ -62,6 +63,13 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
     assert text in judgement.text
     assert judgement.advice
     assert judgement.page
+
+
+def test_a_small_share_of_flips_that_committed_runs_learned_with_is_good():
+    (judgement,) = [one for one in judge_log(log(**{"quant/flip_frac": 7.5e-5})) if "each sync" in one.text]
+
+    assert judgement.level == "good"
+    assert "each sync changes 0.007%" in judgement.text or "each sync changes 0.008%" in judgement.text
 
 
 def falling_log():

@@ -1,0 +1,142 @@
+"""Render and tokenize all prompts once: a run would find a bad one only when it comes to it, after hours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accelerate.logging import get_logger
+from datasets import Dataset
+from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
+from trl.data_utils import is_conversational
+
+from .rollouts import prompts_per_rollout, uses_server
+from .types import RunSettings, TrainerArguments
+
+
+# Rows that are tokenized at once.
+ROWS = 1000
+
+logger = get_logger(__name__)
+
+
+def check_prompts(name: str, config: PretrainedConfig, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
+    """
+    Refuse prompts that the chat template cannot render, or that fill the context of the engine.
+
+    Not checked: streamed data sets, prompts with images, and prompts that environments or a `rollout_func` complete.
+
+    Args:
+        name: The model's name, from which TRL loads the tokenizer if there is none among the arguments.
+        config: The model's config.
+        args: Settings of the run.
+        trainer_arguments: All arguments of the trainer by name.
+
+    Raises:
+        ValueError: with the row, and for a prompt that is too long its length in tokens.
+    """
+    completes_prompts = trainer_arguments.get("environment_factory") or trainer_arguments.get("rollout_func")
+    if prompts_per_rollout(args) is None or completes_prompts:
+        return
+
+    tokenizer: Any = None
+    for title, data in _prompt_sets(trainer_arguments):
+        if tokenizer is None:
+            tokenizer = trainer_arguments.get("processing_class") or _load_tokenizer(name, args)
+        if not isinstance(tokenizer, ProcessorMixin):
+            _check_set(title, data, tokenizer, _context(config, args), args, trainer_arguments.get("tools"))
+
+
+def _prompt_sets(trainer_arguments: TrainerArguments) -> Iterator[tuple[str, Dataset]]:
+    """The data sets in memory that have prompts without images, by their names."""
+    named: dict[str, Any] = {"train_dataset": trainer_arguments.get("train_dataset")}
+    evaluation = trainer_arguments.get("eval_dataset")
+    if isinstance(evaluation, dict):
+        named |= {f"eval_dataset[{part!r}]": data for part, data in evaluation.items()}
+    else:
+        named["eval_dataset"] = evaluation
+
+    for title, data in named.items():
+        if not isinstance(data, Dataset) or len(data) == 0:
+            continue
+        columns = set(data.column_names)
+        if "prompt" in columns and not columns & {"image", "images"}:
+            yield title, data
+
+
+def _load_tokenizer(name: str, args: RunSettings) -> Any:
+    """The tokenizer or processor, as TRL loads it."""
+    revision = (args.model_init_kwargs or {}).get("revision")
+    return AutoProcessor.from_pretrained(
+        name, revision=revision, padding_side="left", trust_remote_code=args.trust_remote_code
+    )
+
+
+def _context(config: PretrainedConfig, args: RunSettings) -> int | None:
+    """Number of tokens of prompt and answer that the engine takes; `None` if it is not known here."""
+    if not args.has_engine:
+        return None
+    of_model = getattr(config.get_text_config(), "max_position_embeddings", None)
+    # A server has its own, at most the model's.
+    return of_model if uses_server(args) else args.vllm_max_model_length or of_model
+
+
+def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, args: RunSettings, tools: Any) -> None:
+    """Refuse (`ValueError`) the first bad prompt of a data set; warn of those that leave little room for an answer."""
+    short_of_room = 0
+    for first in range(0, len(data), ROWS):
+        prompts = data[first : first + ROWS]["prompt"]
+        lengths = _lengths(title, first, prompts, tokenizer, args, tools)
+        if context is None:
+            continue
+
+        for row, length in enumerate(lengths, start=first):
+            if length >= context:
+                raise ValueError(
+                    f"{title}[{row}]: the prompt has {length} tokens, and the engine's context is {context} with the "
+                    "answer. Leave such rows out, or raise vllm_max_model_length."
+                )
+            if length + (args.max_completion_length or 0) > context:
+                short_of_room += 1
+
+    if short_of_room:
+        logger.warning(
+            "%s: %d of %d prompts leave less than max_completion_length=%d tokens of the engine's context of %d, so "
+            "their answers may be cut off.",
+            *(title, short_of_room, len(data), args.max_completion_length, context),
+        )
+
+
+def _lengths(
+    title: str, first: int, prompts: Sequence[Any], tokenizer: Any, args: RunSettings, tools: Any
+) -> list[int]:
+    """Numbers of tokens of prompts, the first of which is row `first`."""
+    try:
+        return [len(ids) for ids in _token_ids(prompts, tokenizer, args, tools)]
+    except Exception:
+        # Which row is it?
+        for row, prompt in enumerate(prompts, start=first):
+            try:
+                _token_ids([prompt], tokenizer, args, tools)
+            except Exception as error:  # any error of a template
+                raise ValueError(
+                    f"{title}[{row}]: the prompt cannot be rendered and tokenized: {type(error).__name__}: {error}. "
+                    "A base model without a chat template takes text (conversational: false)."
+                ) from error
+        raise
+
+
+def _token_ids(prompts: Sequence[Any], tokenizer: Any, args: RunSettings, tools: Any) -> list[list[int]]:
+    """Token ids of prompts, as TRL makes them."""
+    if not is_conversational({"prompt": prompts[0]}):
+        return tokenizer(text=list(prompts))["input_ids"]
+
+    encoded = tokenizer.apply_chat_template(
+        conversation=list(prompts),
+        tools=tools or None,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **args.chat_template_kwargs or {},
+    )
+    return encoded["input_ids"]
