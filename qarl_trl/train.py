@@ -212,6 +212,8 @@ def train(trainer: QaRLTrainer, dataset: str | None) -> None:
     from .checkpoints.saving import NoUpdateError
 
     args = trainer.args
+    # Before the training, in which a reward may change the current folder.
+    is_on_hub = bool(dataset) and local_path(str(dataset)) is None
     try:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except NoUpdateError as error:
@@ -219,7 +221,6 @@ def train(trainer: QaRLTrainer, dataset: str | None) -> None:
         raise SystemExit(f"qarl-trl train: {error}") from error
 
     if args.push_to_hub:
-        is_on_hub = bool(dataset) and local_path(str(dataset)) is None
         # This saves first.
         trainer.push_to_hub(dataset_name=dataset if is_on_hub else None)
     else:

@@ -126,6 +126,22 @@ def test_what_a_run_quantized_is_written_once_as_the_base_of_its_adapters(dense_
     assert stored_tensors(final / "base").keys() == stored_tensors(base).keys()
 
 
+def test_a_resumed_run_keeps_an_equal_base_and_writes_a_damaged_one_again(dense_model, tmp_path):
+    """A kill while it is written would leave all checkpoints without their base."""
+    saving = {"lora_base": "frozen", "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    make(dense_model, tmp_path, adapter(), **saving, max_steps=1).train()
+    base = tmp_path / "base" / "model.safetensors"
+    content = base.read_bytes()
+    written = base.stat().st_mtime_ns
+
+    make(dense_model, tmp_path, adapter(), **saving, max_steps=2).train(resume_from_checkpoint=True)
+    assert base.stat().st_mtime_ns == written
+
+    base.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    make(dense_model, tmp_path, adapter(), **saving, max_steps=3).train(resume_from_checkpoint=True)
+    assert base.read_bytes() == content
+
+
 def test_an_adapter_keeps_to_its_base(dense_model, tmp_path):
     """Another run may write its own base into the same folder."""
     run = tmp_path / "run"

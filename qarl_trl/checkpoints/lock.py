@@ -14,6 +14,8 @@ from filelock import FileLock, Timeout
 
 
 LOCK = "_lock"
+# What the kernel says on file systems without locks: none implemented, or (NFS) no service that keeps them.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 logger = get_logger(__name__)
 
@@ -45,7 +47,7 @@ def holding(output_dir: Path) -> Iterator[None]:
         holder = file.read_text() or "another run"
         raise ValueError(f"output_dir={str(output_dir)!r} is in use by {holder}. Wait, or choose another.") from None
     except OSError as error:
-        if error.errno != errno.ENOSYS:
+        if error.errno not in _NO_LOCKS:
             raise
         logger.warning("%s is on a file system without locks, so a second run in it would not be noticed.", output_dir)
 

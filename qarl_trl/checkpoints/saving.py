@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +19,7 @@ from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import training_facts, write_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
+from ..export.low_bit import holds_low_bit
 from ..guards import on_first
 from ..quant.experts import expert_modules
 from ..quant.names import base_model
@@ -48,6 +50,7 @@ class CheckpointMixin:
         _base_folders: Folders into which this trainer has written the frozen base.
         _step_of_rollout: The optimizer step at which the current rollout batch was sampled.
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
+        _resumed: Whether the last call of `train` resumed from a checkpoint.
     """
 
     _incoming: Path | None = None
@@ -56,6 +59,7 @@ class CheckpointMixin:
     _base_folders: frozenset[Path] = frozenset()
     _step_of_rollout = -1
     _owns_checkpoints = False
+    _resumed = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -76,12 +80,16 @@ class CheckpointMixin:
 
         with ExitStack() as stack:
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
+            if checkpoint is not None:
+                # Parts of it are read after an evaluation, in which a reward may change the current folder.
+                checkpoint = os.path.abspath(checkpoint)
             # The first process holds the folder until this call ends. All processes refuse if another run holds it.
             on_first(self.args, lambda: stack.enter_context(holding(Path(self.args.output_dir))))
             # A second call of one trainer goes on from its weights, and replaces its own checkpoints.
             if not self._owns_checkpoints:
                 check_start(checkpoint, self.args)
             self._owns_checkpoints = True
+            self._resumed = checkpoint is not None
 
             signals = StopOnSignal(self._any_process)
             self.add_callback(signals)
@@ -168,11 +176,25 @@ class CheckpointMixin:
             name = BASE_FOLDER
 
         if folder not in self._base_folders:
-            self._save_low_bit(folder)
+            # A kill while it is written again would leave the earlier checkpoints without their base.
+            if not (self._resumed and self._has_base(folder)):
+                self._save_low_bit(folder)
             self._base_folders |= {folder}
 
         if self.args.should_save:
             name_base(path, name, None, folder)
+
+    def _has_base(self, folder: Path) -> bool:
+        """Whether `folder` holds the frozen base as this run quantized it. Collective."""
+        weights = iter_low_bit_weights(self._unwrapped, self._gather_params)
+        is_missing = False
+        if self.args.should_save:
+            is_missing = not holds_low_bit(self._unwrapped, folder, weights)
+
+        # All processes must take part in each gather, to the end.
+        for _ in weights:
+            pass
+        return not self._any_process(is_missing)
 
     def _save_low_bit(self, path: Path) -> None:
         """Write the low-bit model and its card, from the master weights as they are now. Collective."""

@@ -13,6 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from compressed_tensors.config import CompressionFormat
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, QuantizationStatus
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..quant.convert import quantized_modules
@@ -30,7 +32,7 @@ from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.shards import shape_of
 from ..quant.store import iter_low_bit_weights
-from .files import apply_umask, flush
+from .files import apply_umask, flush, weight_files
 
 
 # Router classes, named as in compressed-tensors (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
@@ -148,6 +150,49 @@ def save_low_bit(
         flush(folder)
         _move_into_place(folder, path)
     return path
+
+
+def holds_low_bit(model: nn.Module, path: Path, weights: Iterable[tuple[str, Tensor]]) -> bool:
+    """
+    Find out whether a folder holds the low-bit checkpoint of a model, so that it need not be written again.
+
+    Args:
+        model: The quantized model.
+        path: The folder; it may be missing or incomplete.
+        weights: The model's tensors by their names in a checkpoint. Those after the first difference are not read.
+    """
+    config = path / "config.json"
+    if not config.is_file():
+        return False
+    # Through JSON, as the file went: tuples become lists.
+    expected_config = json.loads(json.dumps(quantization_config(model)))
+    if json.loads(config.read_text()).get("quantization_config") != expected_config:
+        return False
+
+    with ExitStack() as stack:
+        stored: dict[str, Any] = {}
+        for file in weight_files(path):
+            try:
+                opened = stack.enter_context(safe_open(file, "pt"))
+            except SafetensorError:  # cut off
+                return False
+            stored |= dict.fromkeys(opened.keys(), opened)
+
+        for name, tensor in weights:
+            file_of_tensor = stored.pop(name, None)
+            if file_of_tensor is None or not _same_bytes(file_of_tensor.get_tensor(name), tensor):
+                return False
+        return not stored
+
+
+def _same_bytes(stored: Tensor, tensor: Tensor) -> bool:
+    """Whether two tensors have one dtype, one shape and the same bytes."""
+    if stored.dtype != tensor.dtype or stored.shape != tensor.shape:
+        return False
+    # As bytes: torch compares no float8, and NaN is not equal to itself.
+    there = stored.flatten().view(torch.uint8)
+    here = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return torch.equal(there, here)
 
 
 def check_target(path: str | os.PathLike) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
 from . import _vllm, _vllm_layer, _vllm_lora
+from .adapter_folder import AdapterFolder
 from .engine_settings import low_bit_settings
 from .server import ServerClient
 from .server_facts import engine_facts
@@ -55,7 +54,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
     """
 
     alone = False
-    _adapter_folder: TemporaryDirectory[str] | None = None  # vLLM loads the adapter of a frozen base from a file
+    _adapter_folder: AdapterFolder | None = None  # vLLM loads the adapter of a frozen base from a file
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.seed = seed
 
         if frozen:
-            self._adapter_folder = TemporaryDirectory(dir=_vllm_lora.adapter_place(model))
+            self._adapter_folder = AdapterFolder(_vllm_lora.adapter_place(model))
 
         self.synced_bytes = 0
         self.num_syncs = 0
@@ -224,7 +223,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             return
 
         if self._adapter_folder:
-            _vllm_lora.send(self.llm, weights, Path(self._adapter_folder.name))
+            _vllm_lora.send(self.llm, weights, self._adapter_folder.path)
         else:
             _vllm.reload_engine(self.llm, weights)
         _vllm.reset_prefix_cache(self.llm)

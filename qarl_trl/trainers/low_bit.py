@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -62,7 +63,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def __init__(self, *positional: Any, **named: Any) -> None:
         _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
         _compat.trl_module(type(self))  # refuses a class without a trainer of TRL
-        arguments = inspect.signature(super().__init__).bind(*positional, **named).arguments
+        bound = inspect.signature(super().__init__).bind(*positional, **named)
+        arguments = bound.arguments
         model: Any = arguments["model"]
         args: Any = arguments.get("args")
         if isinstance(args, LowBitConfig) and args.device.type == "cpu":
@@ -76,9 +78,11 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         if args.resume_from_checkpoint:  # also a checkpoint of another run
             resume_path(args.resume_from_checkpoint, args, self._identity)
 
+        # After the checks, whose errors have the user's own words.
+        arguments["model"] = _anchor_paths(model, args)
         self._weight_flips = WeightFlips()
         with _compat.construction(type(self), partial(self._build_engine, args), self._loader(args)):
-            super().__init__(*positional, **named)
+            super().__init__(*bound.args, **bound.kwargs)
 
         if args.has_engine:
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
@@ -236,6 +240,26 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def _log_value(self, name: str, value: float) -> None:
         """Log a value with TRL's metrics of the current step."""
         self._metrics[self._mode][name].append(value)
+
+
+def _anchor_paths(model: Any, args: Any) -> Any:
+    """
+    Make the paths of a run absolute, and return its model, or the name of it.
+
+    A reward function or a tool may change the current folder; what is saved later must not follow.
+    """
+    for field in ("output_dir", "logging_dir", "sync_folder"):
+        path = getattr(args, field, None)
+        if path:
+            setattr(args, field, os.path.abspath(path))
+
+    if isinstance(model, str):
+        return os.path.abspath(model) if os.path.isdir(model) else model
+
+    config = base_model(model).config
+    if os.path.isdir(config._name_or_path):
+        config._name_or_path = os.path.abspath(config._name_or_path)
+    return model
 
 
 def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:

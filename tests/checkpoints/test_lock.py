@@ -1,12 +1,15 @@
 """One run at a time in an `output_dir`, also after a kill."""
 
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
+from accelerate import PartialState
 
 from qarl_trl.checkpoints.lock import holding
 
@@ -81,3 +84,20 @@ def test_one_process_may_hold_it_twice(tmp_path):
         pass
     with holding(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOLCK, True), (errno.ENOSYS, True), (errno.EIO, False)])
+def test_a_file_system_without_locks_stops_no_run(tmp_path, monkeypatch, caplog, number, goes_on):
+    """NFS without its lock service says ENOLCK."""
+    PartialState()  # for the log
+
+    def fails(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", fails)
+    entered = False
+    with nullcontext() if goes_on else pytest.raises(OSError, match="Input/output"), holding(tmp_path):
+        entered = True
+
+    assert entered == goes_on
+    assert ("without locks" in caplog.text) == goes_on
