@@ -201,6 +201,11 @@ def accumulating(accelerator: Any, syncs: bool) -> AbstractContextManager:
     return patch.object(accelerator.gradient_state, "sync_gradients", syncs)
 
 
+def extracted_by(extract: Callable[..., Any]) -> AbstractContextManager:
+    """Make `VLLMGeneration.generate` read log-probs from vLLM's outputs by `extract`, in place of TRL's function."""
+    return patch(f"{_ENGINE_HOME}.extract_logprobs", extract)
+
+
 def ungathered_rewards() -> AbstractContextManager:
     """
     Make `GRPOTrainer._calculate_rewards` return the rewards of this process only.

@@ -18,12 +18,14 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
+from .. import _compat
 from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
 from . import _vllm, _vllm_layer, _vllm_lora
 from .adapter_folder import AdapterFolder
 from .engine_settings import low_bit_settings
+from .flat_logprobs import extract_logprobs
 from .server import ServerClient
 from .server_facts import engine_facts
 from .sync_check import SyncCheck
@@ -89,6 +91,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         needs_text = bool(self.generation_kwargs.get("stop"))
         self.generation_kwargs = {"detokenize": needs_text} | self.generation_kwargs
         self.generation_kwargs["stop_token_ids"] = self._stops(stop_token_ids)
+        if self.mode == "colocate":
+            # Lists of numbers: vLLM would make an object for each token, and Python's garbage collection visit them.
+            self.generation_kwargs["flat_logprobs"] = True
 
     def _stops(self, of_trainer: Sequence[int | None]) -> list[int]:
         """The tokens that end an answer: the trainer's and the user's. vLLM stops at them also with `ignore_eos`."""
@@ -261,7 +266,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
             start = time.perf_counter()
             synced_before = self.sync_seconds
             has_several_ranks = self.mode == "colocate" and self.tensor_parallel_size > 1
-            with _vllm.same_draws(self.tp_group) if has_several_ranks else nullcontext():
+            draws = _vllm.same_draws(self.tp_group) if has_several_ranks else nullcontext()
+            with draws, _compat.extracted_by(extract_logprobs):
                 result = super().generate(prompts, *args, **kwargs)
             if self.mode == "server":
                 on_first(self.accelerator, lambda: self.vllm_client.raise_failure())

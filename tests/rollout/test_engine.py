@@ -272,16 +272,30 @@ def test_only_stop_strings_need_text(monkeypatch, settings, text):
     """The trainer decodes token ids."""
     monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
 
-    engine = LowBitVLLMGeneration(None, quantization_config=None, generation_kwargs=settings)
+    engine = LowBitVLLMGeneration(None, quantization_config=None, mode="server", generation_kwargs=settings)
 
     assert engine.generation_kwargs == settings | {"detokenize": text, "stop_token_ids": []}
+
+
+def test_only_a_colocated_engine_is_asked_for_flat_log_probs(monkeypatch):
+    """A server answers by HTTP, with TRL's own fields."""
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
+
+    def flat(mode):
+        engine = LowBitVLLMGeneration(None, quantization_config=None, mode=mode, generation_kwargs={})
+        return engine.generation_kwargs.get("flat_logprobs")
+
+    assert flat("colocate") is True
+    assert flat("server") is None
 
 
 def test_a_users_stop_tokens_are_added_to_the_trainers(monkeypatch):
     monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
     settings = {"stop_token_ids": [7, 3]}
 
-    engine = LowBitVLLMGeneration(None, quantization_config=None, stop_token_ids=[2, 7], generation_kwargs=settings)
+    engine = LowBitVLLMGeneration(
+        None, quantization_config=None, mode="colocate", stop_token_ids=[2, 7], generation_kwargs=settings
+    )
 
     assert engine.generation_kwargs["stop_token_ids"] == [2, 7, 3]
 
@@ -309,7 +323,7 @@ def test_which_tokens_end_an_answer(monkeypatch, settings, of_trainer, stops):
     monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
 
     engine = LowBitVLLMGeneration(
-        None, quantization_config=None, stop_token_ids=of_trainer, generation_kwargs=settings
+        None, quantization_config=None, mode="colocate", stop_token_ids=of_trainer, generation_kwargs=settings
     )
 
     assert engine.generation_kwargs["stop_token_ids"] == stops
