@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
@@ -148,10 +148,11 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """
     # Of this process: each rank of an engine in several processes reloads its own model.
     worker = llm.llm_engine.model_executor.driver_worker
-    reload_model(engine_model(llm), partial(worker.reload_weights, weights_iterator=iter(weights)))
+    has_graphs = not llm.llm_engine.vllm_config.model_config.enforce_eager
+    reload_model(engine_model(llm), partial(worker.reload_weights, weights_iterator=iter(weights)), has_graphs)
 
 
-def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
+def reload_model(model: torch.nn.Module, reload: Callable[[], None], has_graphs: bool = True) -> None:
     """
     Run vLLM's reload of an engine's model, and check that every parameter was loaded completely.
 
@@ -162,6 +163,8 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
     Args:
         model: The engine's model.
         reload: Calls vLLM's reload of this model with a stream of weights.
+        has_graphs: Whether the engine may have captured graphs, which go on reading the tensors of before. An eager
+            engine takes the new kernels of experts as vLLM makes them.
 
     Raises:
         RuntimeError: if the stream lacks elements of a parameter. vLLM only logs that, or takes the missing part of a
@@ -177,7 +180,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None]) -> None:
         patch.object(layerwise, "get_numel_loaded", loaded.load),
         _vllm_cpu.complete_reload(model),
         _biases_of_checkpoint(),
-        keep_expert_kernels(model),
+        keep_expert_kernels(model) if has_graphs else nullcontext(),
     ):
         reload()
 

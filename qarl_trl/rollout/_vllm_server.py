@@ -68,7 +68,8 @@ class WorkerExtension:
             raise RuntimeError("an earlier sync to this server failed, so it may hold mixed weights: start it again")
 
         model.qarl_version = None
-        _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors))
+        has_graphs = not self.vllm_config.model_config.enforce_eager
+        _vllm.reload_model(model, partial(self.reload_weights, weights_iterator=tensors), has_graphs)
         model.qarl_version = version
 
     def qarl_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Kernels of experts over a weight sync, by vLLM's description of scales; whole engines: `tests/pretended_gpu`."""
+"""Kernels of experts over a weight sync, by vLLM's class for their scales; whole engines: `tests/pretended_gpu`."""
 
 from __future__ import annotations
 
