@@ -106,7 +106,7 @@ class SharingMixin:
             return None
 
         if not self.hub_model_id:
-            self.hub_model_id = repository_of(self.args)
+            self.hub_model_id = repository_of(self.args, saved_in=self._model_output)
         # Written again, because the card of `save_model` lacks `kwargs`, and the name of a new repository.
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
 
@@ -121,7 +121,9 @@ class SharingMixin:
         # vLLM and transformers load a base and its adapter by two names.
         args = self.args
         folder = Path(args.output_dir, BASE_FOLDER)
-        repository = open_repo(self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision)
+        repository = open_repo(
+            self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision, saved_in=self._model_output
+        )
 
         write_card(folder, repository, **self._facts_of_base)
         self._push(folder, repository, commit_message, {})

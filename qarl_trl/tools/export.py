@@ -290,7 +290,7 @@ def push(argv: Sequence[str]) -> None:
 
     # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
-    name = open_repo(args.repo, private=args.private, revision=args.revision)
+    name = open_repo(args.repo, private=args.private, revision=args.revision, saved_in=args.folder)
 
     commit = push_model(args.folder, name, "Low-bit model", revision=args.revision)
     print(f"pushed: {commit.commit_url}")
