@@ -215,7 +215,10 @@ def main() -> None:
         (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         good = outcome(["train", "--config", str(place / "recipe.yaml")])
         assert good[0] == "accepted", good  # control, and it makes the checkpoint that is damaged below
+        # A run beside the checkpoints of another is refused, whatever else is wrong.
+        recipe["output_dir"] = str(place / "next")
         for kind, wrong, argv in inputs(place, recipe, random.Random(args.seed)):
+            shutil.rmtree(place / "next", ignore_errors=True)
             ended, said = outcome(argv)
             found.append(
                 (kind, ended, f"{' '.join(argv[:1])}, {wrong!r}: {' '.join(said.split())}".replace(scratch, ""))

@@ -79,6 +79,12 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
 
     _tag_names = ["trl", "grpo", "qarl"]
     _name = "QaRL"
+    # In place of GRPO's, which would be inherited.
+    _paper = {
+        "title": "QaRL: Rollout-Aligned Quantization-Aware RL for Fast and Stable Training under Training-Inference "
+        "Mismatch",
+        "id": "2604.07853",
+    }
 
     args: QaRLConfig
 

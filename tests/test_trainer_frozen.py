@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from slow.toys import stored_tensors
 from toy_runs import adapter, changed, logged, make
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -63,6 +63,10 @@ def test_peft_loads_the_saved_adapter_beside_its_base(gptq_model, tmp_path):
     with loaded.disable_adapter():  # control
         assert (loaded(tokens).logits - expected).abs().max() > bound
 
+    # The card says so: it leaves the base compressed.
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        AutoPeftModelForCausalLM.from_pretrained(tmp_path / "final")
+
 
 def test_an_adapter_beside_a_checkpoint_is_saved_without_weights_of_its_base(gptq_model, tmp_path):
     trainer = beside_checkpoint(gptq_model, tmp_path / "run")
@@ -72,9 +76,8 @@ def test_an_adapter_beside_a_checkpoint_is_saved_without_weights_of_its_base(gpt
 
     trainer.create_model_card()
     card = (tmp_path / "run" / "README.md").read_text()
-    assert "- grpo" in card
     assert engine_rank(4) == 8  # what vLLM takes for the adapter's r=4
-    assert f"vllm serve {Path(gptq_model).name} --enable-lora --max-lora-rank 8 " in card
+    assert f"vllm serve path/to/{Path(gptq_model).name} --enable-lora --max-lora-rank 8 " in card
 
     trainer.save_model()
     pushed = model_files(trainer._model_output)
@@ -204,7 +207,10 @@ def test_an_export_takes_the_scheme_of_the_frozen_base(odd_adapter, tmp_path, ca
     config = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]
     assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {bits}
     assert any("down_proj" in name for name in config["ignore"]) == keeps_ignored
-    assert "nats per token from base and adapter" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "nats per token from base and adapter" in said
+    served = f"vllm serve {odd_adapter}/base --enable-lora --max-lora-rank 8 --lora-modules policy={odd_adapter}"
+    assert f"To keep the policy that was trained, serve the two: {served}\n" in said
 
 
 def test_an_export_with_another_group_size_needs_a_scheme(odd_adapter, tmp_path):

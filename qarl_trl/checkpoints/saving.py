@@ -17,7 +17,7 @@ from trl.trainer.utils import RepeatSampler
 
 from .. import _compat
 from ..export import LOW_BIT_FOLDER, save_low_bit
-from ..export.card import training_facts, write_card
+from ..export.card import CARD, edited_card, write_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..export.low_bit import holds_low_bit
 from ..guards import on_first
@@ -137,14 +137,20 @@ class CheckpointMixin:
         # Then `path` gets master weights or an adapter, and the low-bit model needs a folder of its own.
         in_subfolder = writes_checkpoint or is_peft_model(self._unwrapped)
 
+        users_card = edited_card(path)
+
         if in_subfolder or not self.args.quantized:
             super().save_model(str(path), _internal_call=True)
             apply_umask(path)
+        # peft changes a card that is there, and adds the base's local path to it.
+        if users_card is not None and self.args.should_save:
+            (path / CARD).write_bytes(users_card)
 
         if self.args.frozen:
             self._save_base(path)
         elif self.args.quantized and (self.args.export_low_bit or not writes_checkpoint):
             self._save_low_bit(path / LOW_BIT_FOLDER if in_subfolder else path)
+        self._write_cards(path)
 
     def _save_base(self, path: Path) -> None:
         """Write a reference to the frozen base beside the adapter in `path`, and the base if this run quantized it."""
@@ -201,11 +207,10 @@ class CheckpointMixin:
         weights = iter_low_bit_weights(self._unwrapped, self._gather_params)
         if self.args.should_save:
             save_low_bit(self._unwrapped, self.processing_class, path, weights=weights)
-            repository = self.hub_model_id
             # A frozen base has a repository of its own, beside the adapter's.
-            if self.args.frozen and repository:
-                repository = self._frozen_base
-            write_card(path, repository, **training_facts(self))
+            if self.args.frozen:
+                repository = self._frozen_base if self.hub_model_id else None
+                write_card(path, repository, **self._facts_of_base)
         else:
             # The other processes must take part in each gather.
             for _ in weights:

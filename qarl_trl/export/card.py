@@ -1,6 +1,6 @@
-"""The model card of a low-bit folder.
+"""The card of all that a run or an export writes: low-bit and other models, and adapters.
 
-It describes the files and the training run, without paths, hosts, tokens or user names.
+It describes the files and the training run, without paths, hosts, tokens, user names or run names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ TEMPLATE = Path(__file__).with_name("card.md")
 GENERATED = "<!-- Written by qarl_trl, which writes it again at each save. Delete this line to keep your edits. -->"
 # The model's address in a card's commands, until `qarl-trl push` writes the Hub id there.
 ADDRESS = "path/to/model"
+# The title of the empty card that peft writes beside each adapter.
+_OF_PEFT = b"# Model Card for Model ID"
 # Where a card keeps the address that its commands have, so that a push can find it.
 _ADDRESS = re.compile(r"<!-- Address in the commands above: (\S+) -->")
 # Packages that decide what a run computes.
@@ -52,30 +54,29 @@ def base_facts(name: str) -> dict[str, Any]:
 
 def training_facts(trainer: Any) -> dict[str, Any]:
     """
-    Facts about the training run so far, for a card.
+    Facts about the training run so far, for a card of what it trained.
 
     Args:
         trainer: A trainer with `LowBitMixin`.
 
     Returns:
-        Those of [`base_facts`], and unless the base is frozen: `rewards` (empty without rewards), `objective`,
-        `trainer` (TRL's name of it), `samples` (whether the run had an engine), `aligned` (whether the learner ran on
-        low-bit weights), `steps` and `code` (versions).
+        Those of [`base_facts`], and `rewards` (empty without rewards), `objective`, `trainer` (TRL's name of it),
+        `samples` (whether the run had an engine), `aligned` (whether the learner ran on low-bit weights), `steps` and
+        `code` (versions).
     """
     args = trainer.args
-    facts = base_facts(base_model(trainer._unwrapped).config._name_or_path)
-    # The card of a frozen base describes weights that training did not change.
-    if args.frozen:
-        return facts
-
-    facts["rewards"] = getattr(trainer, "reward_func_names", [])
-    facts["objective"] = _objective(getattr(args, "loss_type", None), trainer._name)
-    facts["trainer"] = trainer._name
-    facts["samples"] = args.has_engine
-    facts["aligned"] = args.quantize_learner
-    facts["steps"] = trainer.state.global_step
-    facts["code"] = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    return facts
+    loss_type = getattr(args, "loss_type", None)
+    return {
+        **base_facts(base_model(trainer._unwrapped).config._name_or_path),
+        "rewards": getattr(trainer, "reward_func_names", []),
+        "objective": _objective(loss_type, trainer._name),
+        "trainer": trainer._name,
+        "samples": args.has_engine,
+        "aligned": args.quantize_learner,
+        "steps": trainer.state.global_step,
+        "code": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
+        "cites_qarl": args.quantized or loss_type == "tbpo",
+    }
 
 
 def _objective(loss_type: Any, name: str) -> str:
@@ -96,11 +97,27 @@ def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
         repo: The Hub id under which it will be loaded, if there is one.
         facts: As in [`model_card`].
     """
+    if edited_card(folder) is None:
+        (folder / CARD).write_text(model_card(folder, repo, **facts).content)
+
+
+def edited_card(folder: Path) -> bytes | None:
+    """
+    Read the card of a folder, if a user wrote or edited it.
+
+    Args:
+        folder: Any folder.
+
+    Returns:
+        Bytes, because a user's card may be in any encoding. `None`: there is no card, or one that may be overwritten.
+    """
     card = folder / CARD
-    # As bytes: a user's card may be in any encoding.
-    if card.exists() and GENERATED.encode() not in card.read_bytes():
-        return
-    card.write_text(model_card(folder, repo, **facts).content)
+    if not card.exists():
+        return None
+
+    content = card.read_bytes()
+    is_written_by_us = GENERATED.encode() in content
+    return None if is_written_by_us or _OF_PEFT in content else content
 
 
 def addressed(card: bytes, repo: str) -> bytes:
@@ -139,41 +156,95 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
     Raises:
         ValueError: if the folder holds no low-bit model.
     """
-    quantization = _quantization_of(folder)
+    has_experts = any(_is_of_low_bit_experts(name) for name in tensor_shapes(folder))
+    return render_card(
+        "low_bit",
+        repo,
+        quantization=_quantization_of(folder),
+        chat=(folder / "chat_template.jinja").is_file(),
+        experts=has_experts,
+        **facts,
+    )
+
+
+def render_card(kind: str, repo: str | None, quantization: dict[str, Any] | None, **facts: Any) -> ModelCard:
+    """
+    Make a card from facts alone.
+
+    Args:
+        kind: `low_bit`: a low-bit model. `frozen_adapter`: an adapter beside a frozen low-bit base. `merged_adapter`:
+            one that is merged before each quantization. `adapter`, `full`: without quantization.
+        repo: The Hub id from which the card's commands load it; `None` writes a placeholder.
+        quantization: The `quantization_config` of the low-bit weights, if there are any.
+        facts: From [`base_facts`] or [`training_facts`], and the lists `datasets` and `tags` if there are any. For an
+            adapter also `rank`, `served_rank` (for vLLM) and `served_base` (its address). For a low-bit model also
+            `chat` (whether it has a chat template) and `experts` (whether it has low-bit experts).
+    """
+    quantization = quantization or {"config_groups": {}}
     groups = quantization["config_groups"].values()
     schemes = [QuantizationScheme.model_validate(group) for group in groups]
+    names = [scheme_name(scheme) for scheme in schemes]
 
     values: dict[str, Any] = {
-        "name": _model_name(folder, repo),
+        "kind": kind,
+        "name": _title(kind, repo, names, facts.get("base")),
         "target": repo or ADDRESS,
-        "schemes": {scheme_name(scheme): describe_scheme(scheme) for scheme in schemes},
+        "schemes": {name: describe_scheme(scheme) for name, scheme in zip(names, schemes, strict=True)},
         "ignored": quantization.get("ignore") or [],
         "int4": any(_is_int4_weight_only(scheme) for scheme in schemes),
-        "chat": (folder / "chat_template.jinja").is_file(),
-        "experts": any(_is_of_low_bit_experts(name) for name in tensor_shapes(folder)),
         "generated": GENERATED,
     }
     return ModelCard.from_template(ModelCardData(), str(TEMPLATE), **facts, **values)
 
 
-def _model_name(folder: Path, repo: str | None) -> str:
-    """The model's name without that of its owner."""
+def served_rank(rank: int) -> int:
+    """
+    Find a value for `vllm serve --max-lora-rank`: the next power of two that is at least `rank`, from 8 on.
+
+    Args:
+        rank: The rank of an adapter.
+    """
+    # An engine of our own asks vLLM which ranks it takes (`engine_rank` in `rollout/_vllm_lora.py`). A card is also
+    # written where vLLM is not installed, so this uses those that all versions take: powers of two from 8 to 512.
+    next_power_of_two = 1 << (rank - 1).bit_length()
+    return max(8, next_power_of_two)
+
+
+def _title(kind: str, repo: str | None, schemes: list[str], base: str | None) -> str:
+    """The repository's name without that of its owner; without a repository what the model is."""
+    # Not the folder's name, which may be that of a run.
     if repo:
         return repo.split("/")[-1]
-    return folder.resolve().name
+
+    parts = [(base or "model").split("/")[-1], *schemes]
+    if kind.endswith("adapter"):
+        parts.append("LoRA")
+    return " ".join(parts)
+
+
+def has_low_bit_model(folder: Path) -> bool:
+    """
+    Find out whether a folder holds a low-bit model.
+
+    Args:
+        folder: Any folder, by the `config.json` in it.
+    """
+    return "config_groups" in _stored_quantization(folder)
 
 
 def _quantization_of(folder: Path) -> dict[str, Any]:
     """The `quantization_config` of a low-bit folder. `ValueError` if it is none."""
-    file = folder / "config.json"
-    config: dict[str, Any] = {}
-    if file.is_file():
-        config = json.loads(file.read_text())
-
-    quantization = config.get("quantization_config") or {}
-    if "config_groups" not in quantization:
+    if not has_low_bit_model(folder):
         raise ValueError(f"{folder} holds no low-bit model: its config.json must have a quantization_config.")
-    return quantization
+    return _stored_quantization(folder)
+
+
+def _stored_quantization(folder: Path) -> dict[str, Any]:
+    """The `quantization_config` in a folder; empty without one."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    return json.loads(file.read_text()).get("quantization_config") or {}
 
 
 def _is_int4_weight_only(scheme: QuantizationScheme) -> bool:

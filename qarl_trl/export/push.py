@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import LocalTokenNotFoundError
 
-from .card import CARD, addressed
+from .card import CARD, addressed, has_low_bit_model
 from .files import weight_files
 
 
@@ -42,7 +43,13 @@ RECIPE = "recipe.yaml"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
 
 
-def open_repo(name: str, token: str | None = None, private: bool | None = None, revision: str | None = None) -> str:
+def open_repo(
+    name: str,
+    token: str | None = None,
+    private: bool | None = None,
+    revision: str | None = None,
+    saved_in: Path | None = None,
+) -> str:
     """
     Create a model repository if it does not exist.
 
@@ -51,15 +58,16 @@ def open_repo(name: str, token: str | None = None, private: bool | None = None, 
         token: Defaults to that of `HF_TOKEN` or `hf auth login`.
         private: Whether a new repository is private; `None` leaves it to the Hub.
         revision: A branch other than `main`, created too.
+        saved_in: Folder of the model to push, for the message; `None` before there is one.
 
     Returns:
         The repository's full name.
 
     Raises:
-        OSError: if the Hub cannot be reached or refuses. The message says why and what to do.
+        OSError: if the Hub cannot be reached or refuses. The message says why and what to do, and where the model is.
     """
     api = HfApi(token=token)
-    with _errors_named(name, api, "Set HF_TOKEN or run `hf auth login`, with a token that may write there."):
+    with _errors_named(name, api, _ways_on(saved_in, name, revision)):
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
         # `create_repo` also succeeds for a user who may only read an existing repository.
         api.auth_check(name, write=True)
@@ -68,19 +76,20 @@ def open_repo(name: str, token: str | None = None, private: bool | None = None, 
     return name
 
 
-def repository_of(args: Any) -> str:
+def repository_of(args: Any, saved_in: Path | None = None) -> str:
     """
     Open the repository of a run, see [`open_repo`].
 
     Args:
         args: Settings of the run, a config with `LowBitConfig`. Without `hub_model_id` the repository has the name of
             `output_dir`.
+        saved_in: As for [`open_repo`].
 
     Returns:
         The repository's full name.
     """
     name = args.hub_model_id or Path(args.output_dir).absolute().name
-    return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
+    return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision, saved_in)
 
 
 def push(
@@ -108,8 +117,7 @@ def push(
         files[CARD] = addressed(files[CARD].read_bytes(), name)
     files |= replaced
 
-    retry = _retry_command(folder, name, revision, replaced)
-    with _errors_named(name, api, f"Nothing is lost: the model is in {folder}; `{retry}` tries again."):
+    with _errors_named(name, api, _ways_on(folder, name, revision)):
         present = api.list_repo_files(name, revision=revision)
         changes: list[Any] = [CommitOperationAdd(there, here) for there, here in files.items()]
         changes += [CommitOperationDelete(file) for file in present if _is_stale(file, files)]
@@ -117,15 +125,19 @@ def push(
         return api.create_commit(name, changes, commit_message=message, revision=revision)
 
 
-def _retry_command(folder: Path, name: str, revision: str | None, replaced: Mapping[str, bytes]) -> str:
-    """What to type to push again."""
-    # `qarl-trl push` takes no adapters, whose configuration is what differs in the repository.
-    if replaced:
-        return "trainer.push_to_hub()"
-    command = f"qarl-trl push {folder} {name}"
-    if revision:
-        command += f" --revision {revision}"
-    return command
+def _ways_on(folder: Path | None, name: str, revision: str | None) -> str:
+    """Where the model is, and how to push it again; empty without a folder."""
+    if folder is None:
+        return ""
+
+    # `qarl-trl push` takes low-bit models only.
+    if has_low_bit_model(folder):
+        retry = f"`qarl-trl push {folder} {name}`"
+        if revision:
+            retry = f"`qarl-trl push {folder} {name} --revision {revision}`"
+    else:
+        retry = "trainer.push_to_hub(), or `qarl-trl train` with resume_from_checkpoint: auto,"
+    return f" Nothing is lost: the model is in {folder}; {retry} tries again."
 
 
 def _is_stale(file: str, pushed: Collection[str]) -> bool:
@@ -134,24 +146,38 @@ def _is_stale(file: str, pushed: Collection[str]) -> bool:
 
 
 @contextmanager
-def _errors_named(name: str, api: HfApi, remedy: str) -> Iterator[None]:
+def _errors_named(name: str, api: HfApi, ways_on: str) -> Iterator[None]:
     """Turn each error of the block into an `OSError` of one line, with the repository's name and what to do."""
     try:
         yield
     except Exception as error:
-        reason = _one_line(error)
         # `from None`: the chain of errors would show what the line leaves out.
-        raise OSError(f"{name} on {api.endpoint}: {reason} {remedy}") from None
+        raise OSError(f"{name} on {api.endpoint}: {_one_line(error)} {_remedy(error)}{ways_on}") from None
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do about an error of the Hub or of the network."""
+    error = _innermost(error)
+    response = getattr(error, "response", None)
+    if response is None and not isinstance(error, LocalTokenNotFoundError):
+        return "No answer came: look at the network, HF_ENDPOINT and HF_HUB_OFFLINE."
+    if response is not None and response.status_code >= 500:
+        return "The Hub has a problem of its own: try again later."
+    return "Set HF_TOKEN or run `hf auth login`, with a token that may write there."
 
 
 def _one_line(error: BaseException) -> str:
     """Kind and message of an error, without the signed queries of storage addresses."""
-    # An upload wraps its error, and so hides what happened.
-    while type(error) is RuntimeError and error.__cause__:
-        error = error.__cause__
-
+    error = _innermost(error)
     line = " ".join(f"{type(error).__name__}: {error}".split())
     return re.sub(r"\?[^\s']+", "", line)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """What happened: an upload wraps its error, and so hides it."""
+    while type(error) is RuntimeError and error.__cause__:
+        error = error.__cause__
+    return error
 
 
 def model_files(folder: Path) -> dict[str, Path]:

@@ -7,61 +7,83 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from huggingface_hub import CommitInfo
+from huggingface_hub import CommitInfo, ModelCard
 
 from ..quant.names import base_model
-from .card import ADDRESS, CARD, base_facts, training_facts, write_card
+from .card import ADDRESS, CARD, base_facts, edited_card, render_card, served_rank, training_facts, write_card
 from .files import ADAPTER_CONFIG, BASE_FOLDER, LOW_BIT_FOLDER
+from .low_bit import quantization_config
 from .push import open_repo, push, repository_of
-
-
-# How to load an adapter with its frozen base.
-ADAPTER_CARD = Path(__file__).with_name("adapter.md")
 
 
 class SharingMixin:
     """
     The part of a [`~qarl_trl.trainers.LowBitMixin`] that writes the model card and pushes to the Hub.
 
-    It overrides methods of TRL's trainer and the Trainer. With quantization off, the card is TRL's.
+    It overrides methods of TRL's trainer and the Trainer.
     """
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """
-        Write the low-bit model's card; with a frozen base TRL's card of the adapter, and how to load both.
+        Write the cards of the model in `output_dir`, unless a user edited them.
 
         Args:
-            model_name: For TRL's card. A low-bit model's card is named after its repository or folder.
+            model_name: Not used: a card is named after the repository, or after the base model.
             dataset_name: Hub id of the training data.
             tags: More tags.
         """
-        if not self.args.quantized or self.args.frozen:
-            super().create_model_card(model_name, dataset_name, tags)
-            if self.args.frozen and self.is_world_process_zero():
-                self._describe_adapter()
-            return
-
         # While a checkpoint is written, the model in `output_dir` is from an earlier step.
-        if self._incoming or not self.is_world_process_zero():
+        if self._incoming and self.args.quantized:
             return
 
         datasets = [dataset_name] if dataset_name else None
         if isinstance(tags, str):
             tags = [tags]
-        write_card(self._model_output, self.hub_model_id, **training_facts(self), datasets=datasets, tags=tags)
+        self._write_cards(Path(self.args.output_dir), datasets=datasets, tags=tags)
 
-    def _describe_adapter(self) -> None:
-        """Add to the card of an adapter how to load it with its frozen base."""
+    def _write_cards(self, folder: Path, **facts: Any) -> None:
+        """Write the cards of what was saved into `folder`; `facts`: lists of data sets and tags."""
+        if not self.is_world_process_zero():
+            return
+
+        is_adapter = is_peft_model(self._unwrapped)
+        facts = training_facts(self) | facts
+        if self.args.quantized and not self.args.frozen:
+            low_bit = folder / LOW_BIT_FOLDER if is_adapter or self._incoming else folder
+            if not self._incoming or self.args.export_low_bit:
+                write_card(low_bit, self.hub_model_id, **facts)
+
+        writes_other = is_adapter or not self.args.quantized
+        if writes_other and edited_card(folder) is None:
+            card = (
+                self._card_of_adapter(facts) if is_adapter else render_card("full", self.hub_model_id, None, **facts)
+            )
+            (folder / CARD).write_text(card.content)
+
+    def _card_of_adapter(self, facts: dict[str, Any]) -> ModelCard:
+        """The card of the adapter."""
         (config,) = self._unwrapped.peft_config.values()
-        text = ADAPTER_CARD.read_text().format(
-            adapter=self.hub_model_id or ADDRESS,
-            base=self._frozen_base,
-            rank=_served_rank(config.r),
+        if self.args.frozen:
+            kind = "frozen_adapter"
+            served_base = self._frozen_base
+            # The base that the run quantizes has a page of its own only beside a repository of the adapter.
+            if not self.args.from_checkpoint and self.hub_model_id:
+                facts = facts | {"base_id": served_base, "base": served_base}
+        else:
+            kind = "merged_adapter" if self.args.quantized else "adapter"
+            served_base = facts["base_id"] or f"path/to/{facts['base']}"
+
+        return render_card(
+            kind,
+            self.hub_model_id,
+            quantization_config(self._unwrapped),
+            rank=config.r,
+            served_rank=served_rank(config.r),
+            served_base=served_base,
+            **facts,
         )
-        with Path(self.args.output_dir, CARD).open("a") as card:
-            card.write(text)
 
     def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> CommitInfo | None:
         """
@@ -84,7 +106,7 @@ class SharingMixin:
             return None
 
         if not self.hub_model_id:
-            self.hub_model_id = repository_of(self.args)
+            self.hub_model_id = repository_of(self.args, saved_in=self._model_output)
         # Written again, because the card of `save_model` lacks `kwargs`, and the name of a new repository.
         self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
 
@@ -99,9 +121,11 @@ class SharingMixin:
         # vLLM and transformers load a base and its adapter by two names.
         args = self.args
         folder = Path(args.output_dir, BASE_FOLDER)
-        repository = open_repo(self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision)
+        repository = open_repo(
+            self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision, saved_in=self._model_output
+        )
 
-        write_card(folder, repository, **training_facts(self))
+        write_card(folder, repository, **self._facts_of_base)
         self._push(folder, repository, commit_message, {})
         return repository
 
@@ -121,11 +145,17 @@ class SharingMixin:
         """Push nothing at a checkpoint: the model is pushed at the end."""
 
     @property
+    def _facts_of_base(self) -> dict[str, Any]:
+        """Facts for the card of a frozen base, whose weights the training did not change."""
+        return base_facts(base_model(self._unwrapped).config._name_or_path)
+
+    @property
     def _frozen_base(self) -> str:
         """The name by which the frozen base can be loaded."""
         # The run pushes only what it made. A base that was there before keeps its name.
         if self.args.from_checkpoint:
-            return base_facts(base_model(self._unwrapped).config._name_or_path)["base"]
+            facts = self._facts_of_base
+            return facts["base_id"] or f"path/to/{facts['base']}"
         if self.hub_model_id:
             return f"{self.hub_model_id}-base"
         return f"{ADDRESS}/{BASE_FOLDER}"
@@ -135,14 +165,3 @@ class SharingMixin:
         """The folder of the model to push. A run with an adapter pushes its merged low-bit model only."""
         beside_adapter = self.args.quantized and not self.args.frozen and is_peft_model(self._unwrapped)
         return Path(self.args.output_dir, LOW_BIT_FOLDER if beside_adapter else "")
-
-
-def _served_rank(rank: int) -> int:
-    """
-    A value of `vllm serve --max-lora-rank` that is at least `rank`: the next power of two, from 8 on.
-
-    For an engine of our own, `engine_rank` in `rollout/_vllm_lora.py` asks vLLM which ranks it takes. A card is also
-    written where vLLM is not installed, so this uses those that all versions take: powers of two from 8 to 512.
-    """
-    next_power_of_two = 1 << (rank - 1).bit_length()
-    return max(8, next_power_of_two)

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
 KEY = "VLLM_API_KEY"
+# What to do about a file that cannot be trusted.
+_OTHER_KEY = f"Remove it, or set {KEY} on both machines."
 HOSTS = "QARL_SERVER_HOSTS"  # host names that requests may use, separated by commas
 # Methods of [`~qarl_trl.rollout._vllm_server.WorkerExtension`], each with its own route.
 METHODS = ("/qarl_load", "/qarl_state")
@@ -158,16 +161,38 @@ def find_key(sync_folder: str | Path) -> str:
 
     Args:
         sync_folder: The folder of weight syncs.
+
+    Raises:
+        PermissionError: if another user may have made or read the stored key.
     """
     # First, because a trainer may mount only the sync folder, and the file is beside it.
     key = os.environ.get(KEY)
     if key:
         return key
 
-    stored = key_file(sync_folder)
-    if not stored.is_file():
+    return _read_own(key_file(sync_folder))
+
+
+def _read_own(file: Path) -> str:
+    """The content of a file that this user made for itself alone; empty without one, `PermissionError` otherwise."""
+    # One opened file from here on: the name could mean another file a moment later.
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
         return ""
-    return stored.read_text().strip()
+    except OSError as error:
+        raise PermissionError(f"{file} cannot be read as the key of a server: {error}. {_OTHER_KEY}") from error
+
+    with open(descriptor) as opened:
+        state = os.fstat(descriptor)
+        mode = stat.S_IMODE(state.st_mode)
+        # Who can write the file chooses the key, and who can read it has the key.
+        if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or mode & 0o077:
+            raise PermissionError(
+                f"{file} must be a file of this user (uid {os.getuid()}) that nobody else may read or write, "
+                f"got uid {state.st_uid} and mode {mode:04o}. {_OTHER_KEY}"
+            )
+        return opened.read().strip()
 
 
 def make_key(sync_folder: str) -> str:

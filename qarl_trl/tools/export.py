@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,6 +94,7 @@ def main(argv: Sequence[str]) -> None:
             first_token=tokenizer.eos_token_id,
         )
         print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
+        print(_serving_the_two(args.checkpoint, source.base))
     print(f"The low-bit checkpoint is in {args.output}. `qarl-trl push` shares it.")
 
 
@@ -252,6 +255,19 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
     return (exported_logps - frozen_logps).abs().mean().item()
 
 
+def _serving_the_two(adapter: str, base: str) -> str:
+    """How to keep the policy that was trained beside a frozen base."""
+    from ..export.card import served_rank
+    from ..export.files import ADAPTER_CONFIG
+
+    rank = json.loads(Path(adapter, ADAPTER_CONFIG).read_text())["r"]
+    command = (
+        f"vllm serve {os.path.normpath(base)} --enable-lora --max-lora-rank {served_rank(rank)} "
+        f"--lora-modules policy={adapter}"
+    )
+    return f"To keep the policy that was trained, serve the two: {command}"
+
+
 # Push --------------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +290,7 @@ def push(argv: Sequence[str]) -> None:
 
     # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
-    name = open_repo(args.repo, private=args.private, revision=args.revision)
+    name = open_repo(args.repo, private=args.private, revision=args.revision, saved_in=args.folder)
 
     commit = push_model(args.folder, name, "Low-bit model", revision=args.revision)
     print(f"pushed: {commit.commit_url}")

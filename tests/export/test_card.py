@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from slow.toys import save_model
-from test_trainer import make
+from toy_runs import OFF, adapter, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.export import save_low_bit
@@ -148,3 +148,106 @@ def test_with_a_chat_template_the_snippets_chat(folder):
     tokenizer.save_pretrained(folder)
 
     assert "llm.chat(" in model_card(folder).text
+
+
+# Every kind of output ------------------------------------------------------------------------------------------------
+
+
+def settings_of(kind, gptq):
+    """Arguments of `make` for a kind of run; `gptq` is a quantized checkpoint."""
+    frozen = {"peft_config": adapter(), "lora_base": "frozen"}
+    return {
+        "full": {},
+        "merged": {"peft_config": adapter()},
+        "rollout only": {"peft_config": adapter(), "quantize_learner": False},
+        "frozen": frozen,
+        "frozen checkpoint": frozen | {"quant_scheme": "checkpoint", "model": gptq},
+        "unquantized": OFF | {"loss_type": "grpo"},
+        "unquantized adapter": OFF | {"loss_type": "grpo", "peft_config": adapter()},
+    }[kind]
+
+
+# Which cards a run leaves, and what they must say.
+SERVE_ADAPTER = "--enable-lora --max-lora-rank 8 --lora-modules policy=path/to/model\n"
+CARDS = {
+    "full": {
+        "README.md": ["vllm serve path/to/model\n", "trained with quantization"],
+        "checkpoint-1/low_bit/README.md": ["vllm serve path/to/model\n"],
+    },
+    "merged": {
+        "README.md": ["A LoRA adapter of rank 4", "merged and then quantized to W4A16", "--scheme W4A16"],
+        "low_bit/README.md": ["vllm serve path/to/model\n", "trained with quantization"],
+        "checkpoint-1/README.md": ["A LoRA adapter of rank 4", "vllm serve path/to/model/low_bit"],
+        "checkpoint-1/low_bit/README.md": ["vllm serve path/to/model\n"],
+    },
+    "rollout only": {
+        "README.md": ["learner in high precision"],
+        "low_bit/README.md": ["learner in high precision"],
+        "checkpoint-1/README.md": ["learner in high precision"],
+        "checkpoint-1/low_bit/README.md": ["learner in high precision"],
+    },
+    "frozen": {
+        "README.md": [f"vllm serve path/to/model/base {SERVE_ADAPTER}", "`AutoPeftModelForCausalLM` does not load it"],
+        "base/README.md": ["Quantized by rounding to nearest", "vllm serve path/to/model\n"],
+        "checkpoint-1/README.md": [f"vllm serve path/to/model/base {SERVE_ADAPTER}"],
+    },
+    "frozen checkpoint": {
+        "README.md": [f"vllm serve path/to/sums-gptq {SERVE_ADAPTER}", "in **W4A16**"],
+        "checkpoint-1/README.md": [f"vllm serve path/to/sums-gptq {SERVE_ADAPTER}"],
+    },
+    "unquantized": {
+        "README.md": ["Nothing is quantized", "vllm serve path/to/model\n", "Objective grpo"],
+        "checkpoint-1/README.md": ["Nothing is quantized"],
+    },
+    "unquantized adapter": {
+        "README.md": [f"vllm serve path/to/sums-base {SERVE_ADAPTER}"],
+        "checkpoint-1/README.md": [f"vllm serve path/to/sums-base {SERVE_ADAPTER}"],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def gptq(tmp_path_factory, model):
+    """A quantized checkpoint on this machine."""
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    folder = tmp_path_factory.mktemp("quantized") / "sums-gptq"
+    return str(save_low_bit(apply_quantization(loaded, "W4A16"), AutoTokenizer.from_pretrained(model), folder))
+
+
+@pytest.mark.parametrize("kind", CARDS)
+def test_each_card_of_a_run_is_right_and_names_no_run_and_no_path(model, gptq, tmp_path, kind):
+    run = tmp_path / "someone" / "run-7"
+    settings = {"model": model, "max_steps": 1, "save_strategy": "steps", "save_steps": 1} | settings_of(kind, gptq)
+    trainer = make(settings.pop("model"), run, **settings)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_model()  # peft changes a card that is there
+
+    cards = {str(file.relative_to(run)): file.read_text() for file in run.rglob("README.md")}
+    assert cards.keys() == CARDS[kind].keys()
+    for name, text in cards.items():
+        for words in CARDS[kind][name]:
+            assert words in text, name
+
+        # What TRL's and peft's cards say: another paper, no base, the name of the run, a path.
+        for wrong in ("DeepSeek", "shao2024", "None", "More Information", "run-7", "someone", str(tmp_path), "/tmp"):
+            assert wrong not in text, name
+        is_of_qarl = "unquantized" not in kind and not name.startswith("base/")
+        assert ("gu2026qarl" in text and "2604.07853" in text) == is_of_qarl, name
+
+        card = ModelCard(text)
+        assert card.data.library_name == ("peft" if "rank 4 for" in text else "transformers")
+        assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
+        if name != "base/README.md":
+            assert {"trl", "grpo"} <= set(card.data.tags)
+
+
+def test_a_card_of_an_adapter_that_a_user_edited_stays_byte_for_byte(model, tmp_path):
+    """peft would write the base's path into it."""
+    trainer = make(model, tmp_path, adapter())
+    (tmp_path / "README.md").write_bytes(b"---\nlicense: mit\n---\n\nmine\n")
+
+    trainer.save_model()
+
+    assert (tmp_path / "README.md").read_bytes() == b"---\nlicense: mit\n---\n\nmine\n"
+    assert (tmp_path / "low_bit" / "README.md").exists()  # control

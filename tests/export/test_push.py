@@ -243,6 +243,50 @@ def test_a_push_that_fails_loses_nothing(hub, model, tmp_path):
     assert holds_model(hub.files("me/toy"), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "where", "again"),
+    [
+        ({}, "", "qarl-trl push {folder} me/toy"),
+        ({"peft_config": "merged"}, "/low_bit", "qarl-trl push {folder} me/toy"),
+        ({"peft_config": "frozen", "lora_base": "frozen"}, "", "trainer.push_to_hub\\(\\), or .*: auto"),
+        ({"quant_scheme": "none", "loss_type": "grpo"}, "", "trainer.push_to_hub\\(\\), or .*: auto"),
+    ],
+)
+def test_a_push_that_fails_at_its_first_request_says_where_the_model_is_and_what_to_do(
+    hub, model, tmp_path, monkeypatch, changes, where, again
+):
+    if "peft_config" in changes:
+        changes = changes | {"peft_config": adapter()}
+    # It pushes at the end only: nothing asked the Hub before.
+    trainer = make(model, tmp_path, hub_model_id="me/toy", **changes)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    ways_on = f"Nothing is lost: the model is in {tmp_path}{where}; .?{again.format(folder=f'{tmp_path}{where}')}"
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match=f"ConnectError.*look at the network.*{ways_on}") as failed:
+        trainer.push_to_hub()
+    assert "HF_TOKEN" not in str(failed.value)
+    assert "\n" not in str(failed.value)
+    assert list(Path(f"{tmp_path}{where}").glob("*model.safetensors"))
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    with pytest.raises(OSError, match=f"401.*HF_TOKEN.*{ways_on}"):
+        trainer.push_to_hub()
+
+
+def test_the_command_too_says_it(hub, low_bit, capsys, monkeypatch):
+    hub.refusals = [503] * 9
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+    with pytest.raises(SystemExit):
+        cli.main(["push", str(low_bit), "me/toy", "--revision", "v2"])
+
+    said = capsys.readouterr().err
+    assert "try again later" in said
+    assert f"`qarl-trl push {low_bit} me/toy --revision v2` tries again" in said
+
+
 def test_a_token_is_in_no_file_no_log_and_no_error(hub, model, tmp_path, caplog, capfd):
     caplog.set_level("DEBUG", logger="qarl_trl")
     trainer = pushing(model, tmp_path, hub_token=WRITER)

@@ -134,6 +134,39 @@ def test_a_made_key_is_its_owners_alone_and_found_by_a_trainer_of_the_same_folde
     assert find_key(folder) == "chosen"
 
 
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o640, 0o602])
+def test_a_key_that_others_may_have_made_or_read_is_refused(tmp_path, monkeypatch, mode):
+    monkeypatch.delenv(KEY, raising=False)
+    folder = tmp_path / "syncs"
+    key_file(folder).write_text("planted")
+    key_file(folder).chmod(mode)
+
+    with pytest.raises(PermissionError, match=rf"syncs.key must be a file of this user .*mode {mode:04o}.*{KEY}"):
+        find_key(folder)
+
+    key_file(folder).chmod(0o600)
+    assert find_key(folder) == "planted"  # control
+
+
+def test_a_key_of_another_user_or_of_another_place_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv(KEY, raising=False)
+    folder = tmp_path / "syncs"
+    mine = tmp_path / "mine"
+    mine.write_text("private")
+    mine.chmod(0o600)
+
+    # A link would send the content of any file of this user to whoever serves.
+    key_file(folder).symlink_to(mine)
+    with pytest.raises(PermissionError, match="cannot be read as the key"):
+        find_key(folder)
+
+    key_file(folder).unlink()
+    mine.rename(key_file(folder))
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match=r"this user \(uid 12345\)"):
+        find_key(folder)
+
+
 def test_without_a_key_no_server_starts(monkeypatch):
     monkeypatch.delenv(KEY, raising=False)
 
