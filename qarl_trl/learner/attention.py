@@ -107,7 +107,13 @@ def _attend_within_each(
     sequence_lengths: tuple[int, ...],
     **kwargs: Any,
 ) -> Tensor:
-    """Stock sdpa on each sequence; the outputs one after the other."""
+    """Stock sdpa on each sequence, by the kernel of a training pass; the outputs one after the other."""
+    if not torch.is_grad_enabled():
+        query, key, value = (_as_in_training(tensor) for tensor in (query, key, value))
+        with torch.enable_grad():
+            output = _attend_within_each(module, query, key, value, attention_mask, sequence_lengths, **kwargs)
+        return output.detach()
+
     # `split` instead of slices: the backward of each slice would make a gradient of the whole row, S sequences times
     # T tokens.
     queries = query.split(sequence_lengths, dim=2)
@@ -124,6 +130,18 @@ def _attend_within_each(
         start += length
 
     return torch.cat(outputs, dim=1)
+
+
+def _as_in_training(tensor: Tensor) -> Tensor:
+    """
+    The same numbers, needing a gradient.
+
+    `old` is scored without gradients, and its kernels must round as those of the loss do. torch asks whether a
+    gradient is needed when it chooses a backend of sdpa (flash attention takes heads above 192 on some GPUs only
+    without one), and cuDNN and the memory-efficient backend run another kernel when they also return the sums that a
+    backward needs.
+    """
+    return tensor.detach().requires_grad_()
 
 
 def packed_mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:

@@ -151,3 +151,55 @@ def test_flash_attention_gets_its_own_arguments(tiny_model):
     assert arguments["cu_seq_lens_q"].tolist() == arguments["cu_seq_lens_k"].tolist() == [0, 3, 7]
     assert arguments["cu_seq_lens_q"].dtype == torch.int32
     assert arguments["max_length_q"] == arguments["max_length_k"] == 4
+
+
+# `old` and the loss --------------------------------------------------------------------------------------------------
+
+
+def kernels_of(model, monkeypatch, grad):
+    """What torch knows when it chooses a kernel in each call of a packed pass, and its choice; and the logits."""
+    calls = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def recording(query, key, value, attn_mask=None, **kwargs):
+        # torch's own choice for this call, with gradients or without: a number of `SDPBackend`.
+        backend = torch._fused_sdp_choice(query, key, value, attn_mask, **kwargs)
+        needs_gradient = torch.is_grad_enabled() and query.requires_grad
+        calls.append((needs_gradient, backend, query.shape, attn_mask is None, kwargs))
+        return attend(query, key, value, attn_mask=attn_mask, **kwargs)
+
+    with monkeypatch.context() as patch, torch.set_grad_enabled(grad):
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording)
+        logits = model(input_ids=IDS, position_ids=POSITIONS, use_cache=False, sequence_lengths=(2, 4)).logits
+    return calls, logits
+
+
+def test_a_pass_without_gradients_takes_the_kernels_of_a_training_pass(tiny_model, monkeypatch):
+    model = tiny_model()
+    use_packed_attention(model)
+
+    of_loss, logits = kernels_of(model, monkeypatch, grad=True)
+    of_old, logits_of_old = kernels_of(model, monkeypatch, grad=False)
+
+    # Two sequences in each layer.
+    assert len(of_loss) == 2 * model.config.num_hidden_layers
+    assert of_old == of_loss
+    assert all(needs_gradient for needs_gradient, *_ in of_loss)
+    assert torch.equal(logits_of_old, logits)
+    assert not logits_of_old.requires_grad
+
+    # Control: as torch would choose.
+    monkeypatch.setattr(attention, "_as_in_training", lambda tensor: tensor)
+    without, _ = kernels_of(model, monkeypatch, grad=False)
+    assert without != of_loss
+
+
+def test_a_pass_without_gradients_keeps_nothing_for_a_backward():
+    """Else the activations of all layers would stay until the end of the pass."""
+    query, key, value = (random_heads(seed) for seed in range(3))
+    with torch.no_grad():
+        output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, PACKED, (5, 7))
+
+    assert output.grad_fn is None
+    assert not output.requires_grad
+    assert not query.requires_grad
