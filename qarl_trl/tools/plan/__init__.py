@@ -1,1 +1,1 @@
-"""`qarl-trl plan`: estimate the GPU memory of a run before it starts."""
+"""`qarl-trl plan`: estimate the GPU memory and the seconds of a run before it starts."""

@@ -1,4 +1,4 @@
-"""Seconds of a rollout and of a weight sync: bytes and products of each decoding step, and processor time."""
+"""Seconds of a rollout: bytes and products of each decoding step, and processor time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from . import items
 from .batch import Batch, answer_lengths
 from .costs import COSTS, Costs, Gpu
 from .run import Parameter, Run
+from .weights import active_entries, expert_share, is_expert, kind_of, products_per_second
 
 
 BFLOAT16 = 2  # bytes
 # Bytes of the logits and probabilities of a token, for each word, that sampling reads and writes: four float32 copies.
 SAMPLING = 16
-
-
-# Engine ------------------------------------------------------------------------------------------------------------
 
 
 def engines(run: Run) -> int:
@@ -187,113 +185,3 @@ def _kernel_seconds(run: Run, served: Iterable[Parameter], costs: Costs) -> floa
     if run.engine_ranks > 1:
         layer += costs.all_reduces
     return layer * run.config.num_hidden_layers
-
-
-# Weights -----------------------------------------------------------------------------------------------------------
-
-
-def kind_of(parameter: Parameter) -> str:
-    """
-    How an engine multiplies by a parameter: `"plain"`, `"packed"` (it dequantizes), or `"rounded"` (in 8 bits).
-
-    Args:
-        parameter: One of a run.
-    """
-    if not parameter.stored:
-        return "plain"
-    return "rounded" if parameter.rounds_inputs else "packed"
-
-
-def products_per_second(kind: str, gpu: Gpu, costs: Costs) -> float:
-    """
-    Flop/s of the engine's products.
-
-    Args:
-        kind: From [`kind_of`].
-        gpu: The GPU.
-        costs: What operations cost.
-    """
-    if kind == "rounded":
-        return gpu.eight_bits * costs.eight_bits_share
-    share = costs.dequantizing_share if kind == "packed" else costs.bf16_share
-    return gpu.bf16 * share
-
-
-def is_expert(parameter: Parameter) -> bool:
-    """
-    Whether a parameter has the matrices of all experts of a layer, `(experts, out, in)`.
-
-    Args:
-        parameter: One of a run.
-    """
-    return len(parameter.shape) == 3
-
-
-def expert_share(run: Run) -> float:
-    """
-    Share of the experts that a token uses; 1 for a dense model.
-
-    Args:
-        run: The run.
-    """
-    stacks = [parameter for parameter in run.in_layers if is_expert(parameter)]
-    if not stacks:
-        return 1.0
-    return run.config.num_experts_per_tok / stacks[0].shape[0]
-
-
-def active_entries(run: Run, parameter: Parameter) -> float:
-    """
-    Entries of a parameter by which a token is multiplied.
-
-    Args:
-        run: The run.
-        parameter: One of it.
-    """
-    if len(parameter.shape) < 2:
-        return 0.0
-    if is_expert(parameter):
-        return parameter.entries * expert_share(run)
-    return float(parameter.entries)
-
-
-# Weight sync -------------------------------------------------------------------------------------------------------
-
-
-def sync_seconds(run: Run, gpu: Gpu, costs: Costs = COSTS) -> float:
-    """
-    Seconds of a weight sync to a colocated engine, with the quantizing before it: Python for each tensor, and bytes.
-
-    Args:
-        run: The run.
-        gpu: The GPU.
-        costs: What operations cost.
-    """
-    only_adapter = run.frozen and not run.sleep  # an engine that sleeps loses its base
-    seconds = costs.wake if run.sleep else 0.0
-    for parameter in run.parameters:
-        if only_adapter and not parameter.in_adapter:
-            continue
-        if parameter.in_adapter and not run.frozen:  # merged: it has no tensor of its own
-            continue
-        seconds += _sync_seconds_of(parameter, costs)
-
-    size = items.synced_bytes(run)
-    seconds += costs.sync_copies * size / run.engine_ranks / (gpu.bandwidth * costs.bandwidth_share)
-    if run.fsdp2:  # each GPU gathers what it does not have
-        seconds += size / (gpu.link * costs.link_share)
-    return seconds
-
-
-def _sync_seconds_of(parameter: Parameter, costs: Costs) -> float:
-    """Python's seconds to sync one parameter."""
-    if parameter.in_adapter:
-        return costs.sync_adapter
-
-    if is_expert(parameter):
-        projections = 2 if "gate_up" in parameter.name else 1
-        each = costs.sync_low_bit_expert if parameter.stored else costs.sync_expert
-        return parameter.shape[0] * projections * each
-
-    seconds = {"plain": costs.sync_tensor, "packed": costs.sync_packed, "rounded": costs.sync_rounded}
-    return seconds[kind_of(parameter)]

@@ -9,8 +9,9 @@ from typing import Any
 from . import items
 from .batch import Batch
 from .costs import COSTS, Costs, Gpu
-from .rollout import rollout_seconds, sync_seconds
+from .rollout import rollout_seconds
 from .run import Run
+from .sync import sync_seconds
 from .update import update_seconds
 
 

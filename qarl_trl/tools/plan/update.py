@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from . import items
 from .backward import layer_saved
 from .batch import Batch
 from .costs import COSTS, Costs, Gpu
-from .rollout import active_entries, is_expert, kind_of, products_per_second
+from .optimizer import optimizer_seconds
 from .run import Parameter, Run
+from .weights import active_entries, kind_of, products_per_second
 
 
 FLOAT32 = 4  # bytes
-# Products of a Newton-Schulz iteration, of which Muon takes five.
-ITERATIONS = 5
 
 
 def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> float:
@@ -35,7 +33,7 @@ def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> fl
     if batch.has_old:
         seconds += batch.micro_batches * learner.forward()
 
-    seconds += batch.updates * (_optimizer_seconds(run, gpu, costs) + learner.keep_matrices())
+    seconds += batch.updates * (optimizer_seconds(run, gpu, costs) + learner.keep_matrices())
     # The sync has the last quantizing of a rollout batch.
     return seconds + (batch.updates - 1) * learner.quantize()
 
@@ -270,37 +268,3 @@ class Learner:
 
         matrices = sum(kind_of(parameter) == "packed" for parameter in self._low_bits)
         return max(self._matrix_bytes("packed") / self._bandwidth, self.costs.launch_dequantize * matrices)
-
-
-def _optimizer_seconds(run: Run, gpu: Gpu, costs: Costs) -> float:
-    """Seconds of an optimizer step on each GPU."""
-    seconds = 0.0
-    for parameter in run.parameters:
-        if not parameter.trained:
-            continue
-
-        local = run.local_entries(parameter)
-        seconds += costs.adam_bytes * local / (gpu.bandwidth * costs.bandwidth_share)
-        if parameter.optimizer in ("muon", "experts"):
-            share = local / parameter.entries
-            seconds += share * _muon_seconds(parameter, gpu, costs)
-
-    seconds += 2 * items.optimizer_state(run, paged=True) / costs.paging
-    if run.ranks > 1 and not run.fsdp2:  # DDP sums all gradients: each goes out, and comes back
-        seconds += 2 * items.trained_bytes(run) / (gpu.link * costs.link_share)
-    return seconds
-
-
-def _muon_seconds(parameter: Parameter, gpu: Gpu, costs: Costs) -> float:
-    """Seconds of Muon's products for all matrices of a parameter, on one GPU."""
-    *_, outputs, inputs = parameter.shape
-    matrices = parameter.entries // (outputs * inputs)
-    if is_expert(parameter) and "gate_up" in parameter.name:
-        matrices *= 2
-        outputs //= 2
-
-    # X X^T, its square, and their product with X.
-    narrow = min(outputs, inputs)
-    wide = max(outputs, inputs)
-    flops = ITERATIONS * (4 * narrow**2 * wide + 2 * narrow**3)
-    return matrices * max(flops / (gpu.bf16 * costs.bf16_share), costs.muon_matrix)

@@ -13,9 +13,10 @@ from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
 from qarl_trl.tools.plan.batch import Batch, answer_lengths
 from qarl_trl.tools.plan.costs import COSTS, GPUS, Costs, Gpu
-from qarl_trl.tools.plan.rollout import rollout_seconds, sequences_at_once, sync_seconds
+from qarl_trl.tools.plan.rollout import rollout_seconds, sequences_at_once
 from qarl_trl.tools.plan.run import GIB
 from qarl_trl.tools.plan.speed import seconds
+from qarl_trl.tools.plan.sync import sync_seconds
 from qarl_trl.tools.plan.update import Learner, update_seconds
 from tools.plan.runs import example_run
 
@@ -412,3 +413,26 @@ def test_long_answers_of_a_large_model_gain_by_4_bits_and_a_small_model_does_not
     assert 1 < speed(small) < speed(large)
     # On a card whose memory is sixteen times as fast the processor decides.
     assert rollout_seconds(small[None], few, H200) < rollout_seconds(small["W4A16"], few, H200)
+
+
+def rows_of_the_page():
+    """The table of dev/speed.md: estimated / measured seconds, and times as fast as bf16."""
+    measured = measured_steps()
+    estimated = estimated_steps()
+    for key, of_h200 in measured.items():
+        base = next(other for other in ARMS if other[0] == key[0])
+        pairs = [(getattr(estimated[key], part), of_h200[part]) for part in ("rollout", "sync", "update")]
+        pairs.append((estimated[key].sum, sum(of_h200.values())))
+        pairs.append((estimated[base].sum / estimated[key].sum, sum(measured[base].values()) / sum(of_h200.values())))
+
+        cells = [f"{of_model:.2f} / {of_gpu:.2f}" for of_model, of_gpu in pairs]
+        yield f"| {key[0]} | {key[1]} | {' | '.join(cells)} |"
+
+
+def test_the_page_has_the_estimates_beside_what_was_measured():
+    page = (Path(__file__).parents[3] / "dev" / "speed.md").read_text()
+
+    rows = [*rows_of_the_page()]
+    assert len(rows) == 6
+    for row in rows:
+        assert row in page.splitlines(), row
