@@ -16,7 +16,7 @@ export VLLM_LOGGING_LEVEL ?= ERROR
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install engine quickstart real-model test test-fast test-slow test-latest coverage quality format hooks lock lock-latest dist docs docs-publish benchmarks clean
+.PHONY: install engine quickstart real-model test test-fast test-slow test-latest coverage quality format hooks lock lock-latest check-gpu dist docs docs-publish benchmarks clean
 .NOTPARALLEL:
 
 install: $(STAMP)
@@ -110,13 +110,18 @@ benchmarks: engine install
 lock: install lock-latest
 	$(BIN)/uv pip compile requirements/cpu.in --override requirements/overrides.txt --python-version 3.11 \
 	    --no-emit-package torch --custom-compile-command "make lock" --output-file requirements/cpu.txt
-	# One list for both versions of Python: what 3.11 takes, with the setuptools that vLLM asks for on 3.12.
+	# One list for all versions of Python: what 3.11 takes, with the setuptools that vLLM asks for from 3.12 on.
 	printf 'vllm==0.31.0\nsetuptools<81\n' | $(BIN)/uv pip compile pyproject.toml - --extra vllm --extra math --extra peft --extra report \
 	    --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate --custom-compile-command "make lock" --output-file requirements/gpu.txt
-	for version in 3.11 3.12; do $(BIN)/uv pip compile requirements/gpu.txt --python-version $$version \
-	    --python-platform x86_64-manylinux_2_28 --no-annotate --quiet --output-file /dev/null || exit 1; done
+	$(MAKE) check-gpu
 	printf 'mkdocs-material\nmkdocstrings[python]\nruff\n' | $(BIN)/uv pip compile - --python-version 3.11 --universal --no-annotate \
 	    --custom-compile-command "make lock" --output-file requirements/docs.txt
+
+# Whether the list for GPUs can be installed, without a compiler, on each Python: every pin has a wheel, and all of them agree.
+PYTHONS := 3.11 3.12 3.13
+check-gpu: install
+	for version in $(PYTHONS); do $(BIN)/uv pip compile requirements/gpu.txt --python-version $$version --only-binary :all: \
+	    --python-platform x86_64-manylinux_2_31 --no-annotate --quiet --output-file /dev/null || exit 1; done
 
 lock-latest: install
 	sed -E 's/^([a-z-]+)==[0-9.]+$$/\1/' requirements/cpu.in | $(BIN)/uv pip compile - --override requirements/latest-overrides.txt --python-version 3.11 \

@@ -13,6 +13,7 @@ from functools import partial
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
+from .allocator import let_segments_grow
 from .data import load_math_dataset, local_path
 from .errors import naming_config
 from .redact import redact
@@ -97,6 +98,9 @@ def parse(
     if only_checks and not torch.cuda.is_available():
         # transformers then accepts a GPU's settings, bf16 among them.
         values.setdefault("use_cpu", True)
+    if not only_checks and not engine_only:
+        # Before the settings are built, which asks torch about its devices.
+        let_segments_grow(values)
 
     script_args, training_args, model_args = parser.build(values)
     if not model_args.model_name_or_path:

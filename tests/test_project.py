@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +76,103 @@ def test_what_the_package_imports_is_declared():
 
     assert not undeclared
     assert {"torch", "requests"} <= imported  # control
+
+
+# Versions -----------------------------------------------------------------------------------------------------------
+
+
+def needed() -> dict[str, Requirement]:
+    """What a user's installation on a GPU takes, by name: the dependencies, and the extras in requirements/gpu.txt."""
+    lines = list(PROJECT["dependencies"])
+    for extra in ("vllm", "math", "peft", "report"):
+        lines += PROJECT["optional-dependencies"][extra]
+    return {requirement.name: requirement for requirement in map(Requirement, lines)}
+
+
+def pins_of(name: str) -> dict[str, Requirement]:
+    """The lines of a list in requirements/, by name."""
+    lines = (ROOT / "requirements" / name).read_text().splitlines()
+    requirements = [Requirement(line) for line in lines if line and line[0] not in "# "]
+    return {requirement.name: requirement for requirement in requirements}
+
+
+def outside_of_their_windows(pins: dict[str, Requirement]) -> list[str]:
+    """The dependencies that are not pinned, or to a version that pyproject.toml does not accept."""
+    wrong = []
+    for name, requirement in needed().items():
+        (pin,) = pins[name].specifier if name in pins else (None,)
+        if pin is None or pin.operator != "==" or not requirement.specifier.contains(pin.version):
+            wrong.append(name)
+    return wrong
+
+
+def test_the_list_for_gpus_pins_every_dependency_inside_of_its_window():
+    pins = pins_of("gpu.txt")
+
+    assert outside_of_their_windows(pins) == []
+
+    # Controls: another version, and a missing line.
+    assert outside_of_their_windows(pins | {"vllm": Requirement("vllm==0.27.0")}) == ["vllm"]
+    assert outside_of_their_windows({name: pin for name, pin in pins.items() if name != "trl"}) == ["trl"]
+
+
+def test_the_list_for_gpus_is_one_for_all_versions_of_python():
+    """No line is for one version alone, and `make check-gpu` resolves it for each that the package names."""
+    names = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    resolved = re.search(r"^PYTHONS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
+
+    assert names == resolved
+    assert Version(names[0]) in Requirement(f"python{PROJECT['requires-python']}").specifier
+    assert [pin for pin in pins_of("gpu.txt").values() if pin.marker] == []
+
+
+def rows_of_versions() -> dict[str, list[str]]:
+    """CONTRIBUTING's table of versions: by software the other cells."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page[page.index("| software | accepted | run |") :].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return {name: cells for name, *cells in rows}
+
+
+def minor_versions(cell: str) -> list[str]:
+    """Of the first sentence of a cell: "0.26, 0.31" and "5.17 to 5.19" as lists."""
+    first, _, last = cell.partition(" to ")
+    if not last:
+        return re.findall(r"\d+\.\d+", cell)
+    major, start = first.split(".")
+    return [f"{major}.{minor}" for minor in range(int(start), int(last.split(".")[1]) + 1)]
+
+
+@pytest.mark.parametrize(
+    ("software", "package", "major"),
+    [
+        ("TRL", "trl", 1),
+        ("vLLM", "vllm", 0),
+        ("transformers", "transformers", 5),
+        ("accelerate", "accelerate", 1),
+        ("peft", "peft", 0),
+        ("compressed-tensors", "compressed-tensors", 0),
+        ("torch", "torch", 2),
+    ],
+)
+def test_the_table_of_versions_says_what_the_package_accepts(software, package, major):
+    window = needed()[package].specifier
+    accepted = [f"{major}.{minor}" for minor in range(60) if window.contains(f"{major}.{minor}.99")]
+
+    said, run = rows_of_versions()[software]
+
+    assert minor_versions(said) == accepted
+    # Both ends ran; of vLLM, whose private parts we use, every version.
+    ran = set(minor_versions(run.split(".0.")[0] if " to " in run else run))
+    assert {accepted[0], accepted[-1]} <= ran
+    if package == "vllm":
+        assert set(accepted) <= ran
+
+
+def test_both_builds_of_vllm_have_one_window():
+    extras = PROJECT["optional-dependencies"]
+    windows = [Requirement(extras[name][0]).specifier for name in ("vllm", "cpu")]
+
+    assert windows[0] == windows[1]
+    assert "0.27.1" not in windows[0]
+    assert "0.31.0" in windows[0]  # control

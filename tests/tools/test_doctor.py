@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -180,6 +181,28 @@ def test_a_cpu_without_avx512_is_said_to_have_no_4_bit_engine(monkeypatch, flags
 
     assert last.status == status
     assert word in last.text
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_compiler_with_the_headers_of_python_is_enough_for_triton(monkeypatch, tmp_path):
+    monkeypatch.delenv("CC", raising=False)
+    assert machine.check_compiler().status == OK
+
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda *_: str(tmp_path))
+    without_headers = machine.check_compiler()
+    assert without_headers.status == FAIL
+    assert "Python.h: No such file" in without_headers.text
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without_compiler = machine.check_compiler()
+    assert without_compiler.status == FAIL
+    assert "there is no gcc or clang" in without_compiler.text
+
+    # Triton takes it whether it is there or not.
+    monkeypatch.setenv("CC", "no-such-compiler")
+    wrong_compiler = machine.check_compiler()
+    assert wrong_compiler.status == FAIL
+    assert "no-such-compiler does not run" in wrong_compiler.text
 
 
 # Rewards -------------------------------------------------------------------------------------------------------------

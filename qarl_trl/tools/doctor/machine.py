@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
+import sysconfig
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import torch
@@ -15,6 +20,9 @@ from ...rollout.cpu_support import cpu_flags, why_no_engine
 from ..plan.items import GIB
 from . import FAIL, OK, SKIPPED, WARN, CheckResult
 
+
+# Seconds for the compilation of one line.
+COMPILER_LIMIT_S = 60
 
 def compare_versions() -> Iterator[CheckResult]:
     """Yield one result with the installed packages, and one for each whose version is outside the tested window."""
@@ -35,12 +43,15 @@ def compare_versions() -> Iterator[CheckResult]:
 
 
 def describe_devices() -> Iterator[CheckResult]:
-    """Yield one result per GPU; without GPUs those of the CPU, and whether the engine runs on it."""
+    """
+    Yield one result per GPU and one for the compiler; without GPUs those of the CPU, and whether the engine runs on it.
+    """
     # Whatever GPU the recipe is for: what follows runs on the devices that are here.
     number_of_gpus = torch.cuda.device_count()
     for index in range(number_of_gpus):
         yield _check_gpu(index)
     if number_of_gpus:
+        yield check_compiler()
         return
 
     yield CheckResult(SKIPPED, "GPU", "no CUDA device: also a recipe for GPUs is checked as a run on this CPU")
@@ -63,6 +74,30 @@ def _check_gpu(index: int) -> CheckResult:
     if generation is None:
         return CheckResult(FAIL, f"GPU {index}", f"{device}, older than Ampere: no bfloat16, {memory}")
     return CheckResult(OK, f"GPU {index}", f"{device}, {generation}, {memory}")
+
+
+def check_compiler() -> CheckResult:
+    """Whether Triton can compile: each of its kernels needs a module of Python, which it builds in C at run time."""
+    name = "C compiler"
+    # As Triton looks for one (`triton.runtime.build`).
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    advice = "vLLM and the learner need it for Triton's kernels: apt install gcc python3-dev, or set CC"
+    if compiler is None:
+        return CheckResult(FAIL, name, f"there is no gcc or clang. {advice}")
+
+    headers = sysconfig.get_path("include", "posix_prefix")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "module.c")
+        source.write_text("#include <Python.h>\n")
+        command = [compiler, str(source), "-shared", "-fPIC", f"-I{headers}", "-o", str(source.with_suffix(".so"))]
+
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILER_LIMIT_S)
+        except subprocess.CalledProcessError as error:
+            return CheckResult(FAIL, name, f"{compiler} cannot build a module of Python: {error.stderr} {advice}")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return CheckResult(FAIL, name, f"{compiler} does not run: {error}. {advice}")
+    return CheckResult(OK, name, f"{compiler}, with Python.h")
 
 
 def _describe_cpu() -> CheckResult:
