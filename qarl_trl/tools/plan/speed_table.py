@@ -89,4 +89,7 @@ def _about(comparison: Comparison, gpu: Gpu) -> Iterator[str]:
         "An estimate, from data sheets, counted operations and processor times of other machines. A ratio whose "
         "parentheses hold 1 says nothing."
     )
-    yield "Not in it: rewards, tools, saving, evaluation, the files of a server's sync, what a full cache computes twice."
+    yield (
+        "Not in it: rewards, tools, saving, evaluation, the files of a server's sync, and what a full cache computes "
+        "twice."
+    )
