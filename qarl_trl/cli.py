@@ -18,10 +18,7 @@ from .redact import redact
 COMMANDS = {
     "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.train"),
     "serve": (".tools.serve:main", "run the engine of a recipe as a server, for a trainer with vllm_mode=server"),
-    "plan": (
-        ".tools.plan.command:main",
-        "estimate memory and seconds of a recipe on a GPU, without loading the model",
-    ),
+    "plan": (".tools.plan.command:main", "estimate memory and seconds of a recipe, without loading the model"),
     "eval": (".tools.evaluate.command:main", "score a checkpoint on math problems, through vLLM"),
     "report": (".tools.report.page:main", "write one page about one or more runs: a verdict and plots"),
     "doctor": (".tools.doctor.command:main", "check machine, recipe, data and rewards, and measure the mismatch"),

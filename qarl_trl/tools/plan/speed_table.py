@@ -90,5 +90,6 @@ def _about(comparison: Comparison, gpu: Gpu) -> Iterator[str]:
         "parentheses hold 1 says nothing."
     )
     yield (
-        "Not in it: rewards, tools, saving, evaluation, the files of a server's sync, what a full cache computes twice."
+        "Not in it: rewards, tools, saving, evaluation, the files of a server's sync, and what a full cache computes "
+        "twice."
     )
