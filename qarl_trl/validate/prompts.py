@@ -119,9 +119,10 @@ def _lengths(
             try:
                 _token_ids([prompt], tokenizer, args, tools)
             except Exception as error:  # any error of a template
+                reason = " ".join(str(error).split())  # on one line
                 raise ValueError(
-                    f"{title}[{row}]: the prompt cannot be rendered and tokenized: {type(error).__name__}: {error}. "
-                    "A base model without a chat template takes text (conversational: false)."
+                    f"{title}[{row}]: the prompt cannot be rendered and tokenized: {type(error).__name__}: {reason} "
+                    "(A base model without a chat template takes text: conversational: false.)"
                 ) from error
         raise
 
