@@ -103,7 +103,11 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
         logger.warning(
             "%s: %d of %d prompts leave less than max_completion_length=%d tokens of the engine's context of %d, so "
             "their answers may be cut off.",
-            *(title, short_of_room, len(data), args.max_completion_length, context),
+            title,
+            short_of_room,
+            len(data),
+            args.max_completion_length,
+            context,
         )
 
 
