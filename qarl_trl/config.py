@@ -97,6 +97,7 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
         _check_seed(self)
+        _check_endings(self)
         _check_threshold(self)
         _check_passes(self)
         if self.optim_muon and (self.deepspeed or getattr(self, "deepspeed_plugin", None)):
@@ -160,6 +161,16 @@ def _check_seed(args: QaRLConfig) -> None:
         raise ValueError(
             f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would "
             "be equal, and nothing would be trained. `seed` decides the draws of a run."
+        )
+
+
+def _check_endings(args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) to mask answers that TRL takes for cut off although they ended on a stop string."""
+    set_here = [name for name in ("stop", "stop_token_ids") if (args.generation_kwargs or {}).get(name)]
+    if args.use_vllm and args.mask_truncated_completions and set_here:
+        raise ValueError(
+            f"mask_truncated_completions must be False with generation_kwargs {set_here}: TRL knows an EOS token "
+            "alone, so the answers that end there would not be trained on."
         )
 
 

@@ -22,6 +22,7 @@ from .learner.groups import MicroBatchGroups, scored_arguments
 from .learner.logps import PackedPasses, TrlResult
 from .learner.packing import row_order
 from .loss import filter_advantages, loss_mask, mismatch_weight, tbpo_loss
+from .metrics.endings import Endings, ending_metrics
 from .metrics.error_tokens import find_error_tokens, written_tokens
 from .metrics.mismatch import check_mismatch, mismatch_metrics
 from .metrics.ratios import measure_ratios
@@ -141,6 +142,9 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
 
+        generation_kwargs = args.generation_kwargs if args.use_vllm else None
+        self._endings = Endings(generation_kwargs, partial(self._tokenizer.decode, skip_special_tokens=True))
+
         self._tbpo = args.loss_type == TBPO
         if self._tbpo:
             # For TRL's part of the loss, see `_compute_loss`: it does not know TBPO. Its KL penalty with
@@ -193,6 +197,24 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         if old is not None and self._compares_sampler:  # without `old` see `_measure_mismatch`
             self._log_mismatch(old, sampling, mask)
         return output
+
+    def _generate(self, prompts: list[Any]) -> tuple:
+        """TRL's method; answers that ended on a stop string or a stop token are not counted as cut off."""
+        output = super()._generate(prompts)
+        if self._endings:
+            _, completion_ids, tool_mask, *_ = output
+            self._log_endings(completion_ids, tool_mask)
+        return output
+
+    def _log_endings(self, completion_ids: list[list[int]], tool_mask: list[list[int]] | None) -> None:
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+        ended = [tokens[-1] in ends or self._endings.ended(tokens) for tokens in completion_ids]
+        lengths = [sum(mask) for mask in tool_mask] if tool_mask is not None else map(len, completion_ids)
+
+        rows = torch.tensor(list(zip(lengths, ended, strict=True)), device=self.accelerator.device)
+        of_all, ended_of_all = self.accelerator.gather(rows).unbind(1)
+        for name, value in ending_metrics(of_all, ended_of_all.bool()).items():
+            self._replace_metric(name, value)
 
     def _tool_call_loop(self, *args: Any) -> tuple:
         """

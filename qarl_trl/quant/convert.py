@@ -39,6 +39,7 @@ from .scheme import (
     resolve_scheme,
     scheme_for,
     single_group,
+    support_of,
 )
 from .shards import shape_of
 from .store import LowBitStore
@@ -211,8 +212,20 @@ def _match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
     used = [layer.scheme for layer in matched]
     empty = [group.targets for group in groups if not any(group is scheme for scheme in used)]
     if empty or not groups:
-        raise ValueError(f"targets={empty} must match a layer that is not in ignore={plan.ignore}, got none.")
+        raise ValueError(
+            f"targets={empty} must match a layer that is not in ignore={plan.ignore}, got none. "
+            f"The model has matrices in {_classes_with_matrices(model)}; only Linear can be quantized."
+        )
     return matched
+
+
+def _classes_with_matrices(model: nn.Module) -> str:
+    """The classes of modules with matrices, such as "48 x Conv1D" (GPT-2) or "28 x Linear", and how many there are."""
+    classes: Counter[str] = Counter()
+    for module in model.modules():
+        if any(len(shape_of(param)) >= 2 for param in module.parameters(recurse=False)):
+            classes[type(module).__name__] += 1
+    return ", ".join(f"{number} x {name}" for name, number in classes.most_common())
 
 
 def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
@@ -291,10 +304,21 @@ def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
     # With duplicates: a tied parameter counts once for each module that holds it.
     owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     for layer in layers:
-        _check_layer(layer, owners, frozen)
+        _check_layer(layer, owners, frozen, layers)
 
 
-def _check_layer(layer: Matched, owners: Counter[int], frozen: bool) -> None:
+def _fitting_groups(layers: list[Matched], scheme: QuantizationScheme) -> list[int]:
+    """The group sizes that divide the inputs of all layers with a scheme; none for a scheme without groups."""
+    inputs = []
+    for layer in layers:
+        if layer.scheme is scheme:
+            inputs += [shape_of(getattr(layer.base, parameter))[-1] for parameter in layer.weights]
+
+    common = math.gcd(*inputs)
+    return [size for size in support_of(scheme).group_sizes if size > 0 and common % size == 0]
+
+
+def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: list[Matched]) -> None:
     """
     Refuse (`ValueError`) other layers than linear ones and experts, and what does not go with them.
 
@@ -302,6 +326,7 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool) -> None:
         layer: The layer.
         owners: Number of modules that hold a parameter, by the parameter's `id`.
         frozen: Whether the layer drops its weight.
+        layers: All layers, to say which group sizes fit them.
     """
     # A subclass may have another forward, which the new class would silently drop.
     if not layer.has_experts and type(layer.base) is not nn.Linear:
@@ -312,7 +337,7 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool) -> None:
         # A checkpoint stores a tied one once, either quantized or as an embedding.
         if owners[id(weight)] > 1:
             raise ValueError(f"Layer {layer.name!r} has a weight tied to another. Add it to `quant_ignore`.")
-        _check_sizes(names, weight, layer.scheme)
+        _check_sizes(names, weight, layer.scheme, layers)
 
     if frozen and layer.has_experts:
         raise ValueError(f"lora_base='frozen' needs linear layers, got the experts {layer.name!r}. Use 'merged'.")
@@ -322,7 +347,7 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool) -> None:
         raise ValueError(f"NVFP4A16 of {layer.name!r} does not go with LoRA or experts. Choose another scheme.")
 
 
-def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme) -> None:
+def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme, layers: list[Matched]) -> None:
     """
     Refuse (`ValueError`) sizes that groups or blocks do not divide.
 
@@ -335,9 +360,17 @@ def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme) -> N
         raise ValueError(
             f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, "
             f"which groups of {height} x {width} weights do not divide. "
-            "Add it to `quant_ignore`, choose a smaller `quant_group_size` (-1: one scale per channel), "
-            "or another scheme."
+            f"{_advice_on_groups(_fitting_groups(layers, scheme))}, add the layer to `quant_ignore`, "
+            "or choose another scheme."
         )
+
+
+def _advice_on_groups(groups: list[int]) -> str:
+    """What to set `quant_group_size` to."""
+    if not groups:
+        return "Set `quant_group_size` to -1 (one scale per channel)"
+    fitting = " or ".join(map(str, sorted(groups, reverse=True)))
+    return f"Set `quant_group_size` to {fitting}, which fit all layers, or to -1 (one scale per channel)"
 
 
 def check_shardable(plan: QuantizationConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from accelerate.logging import get_logger
 from torch import nn
 from transformers.utils import is_bitsandbytes_available
 
@@ -17,6 +18,8 @@ from .placement import check_placement
 from .rollouts import check_processes
 from .types import RunSettings, TrainerArguments
 
+
+logger = get_logger(__name__)
 
 # Optimizers of bitsandbytes begin with these.
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
@@ -58,6 +61,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     for adapter in adapters:
         check_adapter(adapter, args)
     _check_targets(args, with_adapter=bool(adapters))
+    _warn_of_reference(args, with_adapter=bool(adapters))
 
     plan = args.quant_plan()
     if plan is not None:
@@ -82,6 +86,18 @@ def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> No
     for name in FOREIGN_QUANTIZATION:
         if loading.get(name):
             raise ValueError(f"{name} leaves no master weights. Remove it, or set quant_scheme='none'.")
+
+
+def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
+    """Warn of a KL penalty that is above 0 from the start, because only the policy is in low bits."""
+    beta = getattr(args, "beta", 0.0)
+    # With an adapter the reference is the policy without it, in low bits too.
+    if beta and args.quantize_learner and not with_adapter:
+        logger.warning(
+            f"beta={beta}: the reference model is in high precision and the policy in low bits, so `kl` is above 0 "
+            "from the first step (0.67 nats in one model), and the penalty also pulls the low-bit policy towards the "
+            "high-precision start. With LoRA the reference is in low bits, and `kl` starts at 0."
+        )
 
 
 def _check_targets(args: RunSettings, with_adapter: bool) -> None:

@@ -103,7 +103,11 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
         logger.warning(
             "%s: %d of %d prompts leave less than max_completion_length=%d tokens of the engine's context of %d, so "
             "their answers may be cut off.",
-            *(title, short_of_room, len(data), args.max_completion_length, context),
+            title,
+            short_of_room,
+            len(data),
+            args.max_completion_length,
+            context,
         )
 
 
@@ -119,9 +123,10 @@ def _lengths(
             try:
                 _token_ids([prompt], tokenizer, args, tools)
             except Exception as error:  # any error of a template
+                reason = " ".join(str(error).split())  # on one line
                 raise ValueError(
-                    f"{title}[{row}]: the prompt cannot be rendered and tokenized: {type(error).__name__}: {error}. "
-                    "A base model without a chat template takes text (conversational: false)."
+                    f"{title}[{row}]: the prompt cannot be rendered and tokenized: {type(error).__name__}: {reason} "
+                    "(A base model without a chat template takes text: conversational: false.)"
                 ) from error
         raise
 

@@ -8,13 +8,13 @@ from transformers import PretrainedConfig
 from ..export.push import repository_of
 from ..guards import on_first
 from ..quant.experts import num_experts
-from ..quant.names import adapter_configs
+from ..quant.names import adapter_configs, architecture_of
 from ..quant.start import QuantizedSource
 from .adapters import check_tied
 from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
-from .layers import check_layers
+from .layers import check_attention, check_layers
 from .memory import check_host_memory
 from .model import config_of, skeleton
 from .prompts import check_prompts
@@ -56,6 +56,8 @@ def check_run(
             if adapter.modules_to_save:
                 check_tied(skeleton(config, args), adapter)
 
+    if args.quantized:
+        check_attention(model, config, args)
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, trainer_arguments.get("peft_config"))
@@ -76,8 +78,8 @@ def check_run(
 
 
 def _needs_layer_check(config: PretrainedConfig, args: RunSettings) -> bool:
-    """Whether to try the quantization once on a model without weights."""
-    # These models take minutes to load. Without this check, their layers would be refused only after that.
-    if args.frozen:
-        return True
-    return bool(args.quantized and num_experts(config))
+    """Whether to try the quantization once on a model without weights, before it loads."""
+    # A model that transformers does not know may not be made without weights.
+    if args.frozen or num_experts(config):
+        return args.quantized
+    return args.quantized and architecture_of(config) is not None

@@ -283,3 +283,36 @@ def test_tokens_that_were_added_in_memory_are_known_to_the_engine(tmp_path, fami
 
     assert len(mismatches) == 2
     assert max(mismatches) < FLOOR
+
+
+# Stop strings --------------------------------------------------------------------------------------------------------
+
+
+def _train_with_stop(model: str, folder: str) -> dict[str, Any]:
+    """The answers of a run that stops at a string, and what it logs of them."""
+    answers: list[list[int]] = []
+    trainer = make_trainer(model, Path(folder), max_steps=1, generation_kwargs={"stop": ["#"]})
+    generate = trainer.vllm_generation.generate
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        result = generate(*args, **kwargs)
+        answers.extend(result[1])
+        return result
+
+    trainer.vllm_generation.generate = kept
+    trainer.train()
+    return {"answers": answers, "log": trainer.state.log_history[0]}
+
+
+def test_answers_that_ended_on_a_stop_string_are_not_counted_as_cut_off(tmp_path):
+    run = isolated(_train_with_stop, save_model(tmp_path / "model"), str(tmp_path / "run"))
+
+    tokenizer = make_tokenizer()
+    # A padding token counts as an end for TRL, too.
+    stop, end, pad = tokenizer.convert_tokens_to_ids(["#", EOS_OF_FILES, "<pad>"])
+    last = [tokens[-1] for tokens in run["answers"]]
+    ended = [len(tokens) for tokens, token in zip(run["answers"], last, strict=True) if token in (stop, end, pad)]
+    assert run["log"]["completions/clipped_ratio"] == pytest.approx(1 - len(ended) / len(last))
+    assert run["log"]["completions/mean_terminated_length"] == pytest.approx(sum(ended) / len(ended))
+    # Control: TRL counts fewer.
+    assert last.count(stop) > 0

@@ -33,6 +33,7 @@ def recipe(tmp_path_factory):
         f"dataset_name_or_path: {folder}/sums.jsonl\n"
         f"output_dir: {folder}/out\n"
         "max_completion_length: 8\n"
+        "conversational: false\n"
         "report_to: none\n"
     )
     return str(folder / "recipe.yaml")

@@ -58,3 +58,18 @@ def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, 
     # Controls: without an adapter nothing is written into the sub-folder, and without quantization no low-bit model.
     check_arguments("org/model", config(tmp_path), {})
     check_arguments("no/such-model", config(tmp_path / "low_bit", quant_scheme="none"), {})
+
+
+def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path, caplog):
+    def warned(kwargs=None, **changes):
+        caplog.clear()
+        check_arguments("org/model", config(tmp_path, **changes), kwargs or {})
+        return "the reference model is in high precision" in caplog.text
+
+    assert warned(beta=0.1)
+
+    # Controls: no reference, the same precision on both sides, and the reference of an adapter.
+    assert not warned()
+    assert not warned(beta=0.1, quantize_learner=False)
+    assert not warned(beta=0.1, quant_scheme="none")
+    assert not warned({"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")}, beta=0.1)

@@ -3,9 +3,10 @@
 import pytest
 from configs import config
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
 from qarl_trl.trainers.low_bit import quantize_policy
-from qarl_trl.validate import check_arguments, config_of
+from qarl_trl.validate import check_arguments, check_run, config_of
 from qarl_trl.validate.layers import check_layers
 
 
@@ -60,3 +61,67 @@ def test_experts_are_no_frozen_base(tmp_path, tiny_model):
     # Control: experts in high precision.
     ignore = ["lm_head", "re:.*experts.*", r"re:.*mlp\.gate$"]
     check_layers_of(tmp_path / "model", config(tmp_path / "run", lora_base="frozen", quant_ignore=ignore))
+
+
+def toy(folder, config_class, **changes):
+    """A folder with a model of one layer."""
+    sizes = {"vocab_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config_of_toy = config_class(**sizes | {"head_dim": 64, "intermediate_size": 128} | changes)
+    AutoModelForCausalLM.from_config(config_of_toy).save_pretrained(folder)
+    return str(folder)
+
+
+def check_run_of(model, tmp_path, **changes):
+    check_run(model, config(tmp_path / "run", **changes), {})
+
+
+def test_a_group_size_that_does_not_fit_is_refused_before_the_model_loads_with_those_that_do(tmp_path):
+    # As in SmolLM2-135M: 576 = 9 x 64, and 1536 = 12 x 128.
+    model = toy(tmp_path / "model", LlamaConfig, hidden_size=576, intermediate_size=1536)
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:1000])
+
+    args = config(tmp_path / "run")
+    with pytest.raises(ValueError, match="in_features=576.*quant_group_size` to 64 or 32, which fit all") as error:
+        check_layers(config_of(model, args), args.quant_plan(), args, None)
+    assert "\n" not in str(error.value)
+
+    # The control: with one of them.
+    args = config(tmp_path / "run", quant_group_size=64)
+    check_layers(config_of(model, args), args.quant_plan(), args, None)
+
+
+def test_the_layers_of_each_model_are_checked_at_the_start_of_a_run(tmp_path):
+    model = toy(tmp_path / "model", LlamaConfig, hidden_size=576)
+
+    with pytest.raises(ValueError, match="quant_group_size` to 64 or 32"):
+        check_run_of(model, tmp_path)
+
+    # Controls.
+    check_run_of(model, tmp_path, quant_group_size=64)
+    check_run_of(model, tmp_path, quant_scheme="none")
+
+
+def test_matrices_that_are_no_linear_layers_are_named(tmp_path):
+    config_of_toy = GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2)
+    AutoModelForCausalLM.from_config(config_of_toy).save_pretrained(tmp_path / "model")
+
+    with pytest.raises(ValueError, match=r"got none\. The model has matrices in 4 x Conv1D.*only Linear"):
+        check_run_of(str(tmp_path / "model"), tmp_path)
+
+
+def test_an_attention_without_the_softcap_of_the_model_is_refused(tmp_path):
+    settings = {"hidden_size": 128, "query_pre_attn_scalar": 32}
+    model = toy(tmp_path / "capped", Gemma2Config, **settings, attn_logit_softcapping=2.0)
+    uncapped = toy(tmp_path / "uncapped", Gemma2Config, **settings, attn_logit_softcapping=None)
+
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping=2\.0\), and sdpa would not.*eager"):
+        check_run_of(model, tmp_path)
+    with pytest.raises(ValueError, match="and sdpa would not"):
+        check_run_of(AutoModelForCausalLM.from_pretrained(model), tmp_path)
+
+    # Controls.
+    check_run_of(model, tmp_path, model_init_kwargs={"attn_implementation": "eager"})
+    check_run_of(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), tmp_path)
+    check_run_of(uncapped, tmp_path)
+    check_run_of(model, tmp_path, quant_scheme="none")

@@ -1,0 +1,73 @@
+"""`qarl_trl.metrics.endings`: answers that ended on a stop string are not cut off."""
+
+import pytest
+import torch
+from slow.toys import make_tokenizer
+
+from qarl_trl import QaRLConfig
+from qarl_trl.metrics.endings import Endings, ending_metrics
+
+
+TOKENS = ("a", "b;", ";c", "d", "")
+
+
+def decode(token_ids):
+    return "".join(TOKENS[token] for token in token_ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "token_ids", "ended"),
+    [
+        (["b"], [0, 1], True),
+        # A part of the last token, and one that began in the token before.
+        ("b;", [0, 0, 1], True),
+        (["x", ";;"], [0, 1, 2], True),
+        (["d"], [3], True),
+        # The answer went on, as an earlier turn of a tool call does; it is not there; the last token has no text.
+        (["b"], [0, 1, 0], False),
+        (["x"], [0, 1], False),
+        (["d"], [3, 4], False),
+    ],
+)
+def test_an_answer_ended_if_the_string_ends_in_its_last_token(stop, token_ids, ended):
+    assert Endings({"stop": stop}, decode).ended(token_ids) is ended
+
+
+def test_stop_tokens_end_an_answer_too():
+    endings = Endings({"stop_token_ids": [3]}, decode)
+
+    assert endings.ended([0, 3])
+    assert not endings.ended([3, 0])
+
+
+@pytest.mark.parametrize("settings", [None, {}, {"stop": []}, {"ignore_eos": True}])
+def test_a_run_without_them_has_none(settings):
+    assert not Endings(settings, decode)
+
+
+def test_the_metrics_are_those_of_trl():
+    lengths = torch.tensor([4, 6, 8, 10])
+
+    metrics = ending_metrics(lengths, torch.tensor([True, True, False, False]))
+    assert list(metrics.values()) == [0.5, 5.0, 4.0, 6.0]
+    assert list(ending_metrics(lengths, torch.zeros(4, dtype=torch.bool)).values()) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("stop", [{"stop": ["#"]}, {"stop_token_ids": [2]}])
+def test_answers_that_end_there_cannot_be_masked_as_cut_off(tmp_path, stop):
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
+
+    with pytest.raises(ValueError, match="mask_truncated_completions must be False"):
+        QaRLConfig(**settings, mask_truncated_completions=True, generation_kwargs=stop)
+
+    # Controls.
+    QaRLConfig(**settings, generation_kwargs=stop)
+    QaRLConfig(**settings, mask_truncated_completions=True, generation_kwargs={"max_tokens": 8})
+
+
+def test_the_decoder_of_a_tokenizer_makes_the_text_of_the_engine():
+    tokenizer = make_tokenizer()
+    endings = Endings({"stop": "=1"}, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+
+    assert endings.ended(tokenizer("1+1=1")["input_ids"])
+    assert not endings.ended(tokenizer("1+1=2")["input_ids"])
