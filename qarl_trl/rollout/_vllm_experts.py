@@ -89,7 +89,7 @@ def _take_over(layer: nn.Module, first: Any, new: Any) -> None:
     # The first kernel may have more parts: memory that its first forward made, and which does not sleep.
     old_parts = _parts(first)
     for path, part in _parts(new).items():
-        old_part = old_parts.get(path)
+        old_part: Any = old_parts.get(path)
         if not _alike(old_part, part):
             raise RuntimeError(
                 f"{path} of an expert kernel must stay {_described(old_part)} over a weight sync, got "
