@@ -94,7 +94,7 @@ def _take_over(layer: nn.Module, first: Any, new: Any) -> None:
             raise RuntimeError(
                 f"{path} of an expert kernel must stay {_described(old_part)} over a weight sync, got "
                 f"{_described(part)}: CUDA graphs would compute with the old one. "
-                "Set vllm_engine_kwargs: {enforce_eager: true}."
+                "Please report the model, the scheme and the version of vLLM."
             )
 
         if isinstance(part, Tensor) and _address(old_part) not in filled:
