@@ -15,12 +15,16 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from ..quant.experts import QuantExperts
 from ..quant.layer import LowBitLayer
+from ..quant.shards import shape_of
 from .prompt_logps import engine_logps
-from .sync_verdict import Anchor, Reading, read_first, read_later
+from .sync_verdict import GROWTH, USUAL, Anchor, Reading, read_first, read_later
 from .sync_verdict import Scores as Scores  # the trainer's function returns them
 
 
@@ -107,25 +111,72 @@ def low_bit_forward(model: nn.Module, on: bool = True) -> Iterator[None]:
 @contextmanager
 def rounding_noise(model: nn.Module) -> Iterator[None]:
     """
-    Scale each output of each linear layer by `1 + u`, where `u` is uniform within one bfloat16 rounding.
+    Scale each product of each linear layer by `1 + u`, where `u` is uniform within one bfloat16 rounding.
+
+    In a mixture these are also the router's logits, of which a small error chooses another expert, and the outputs of
+    experts; of quantized experts both products, too.
 
     Args:
         model: The learner's model. Each context draws the same `u` for it.
     """
     generator = torch.Generator().manual_seed(SEED)
 
-    def disturb(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def disturbed(output: Tensor) -> Tensor:
         # Drawn on the CPU, so that every device gets the same noise.
         u = torch.rand(output.shape, generator=generator) * (2 * ROUNDING) - ROUNDING
         factor = (1 + u).to(output.device)
         return (output.float() * factor).to(output.dtype)
 
-    # Also the head, which is not quantized: the engine's kernel rounds its sums, too.
-    layers = [module for module in model.modules() if isinstance(module, (nn.Linear, LowBitLayer))]
+    def disturb(module: nn.Module, args: Any, output: Any) -> Any:
+        # Other modules with parameters of three dimensions may return more than a tensor.
+        return disturbed(output) if isinstance(output, Tensor) else output
+
     with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(layer.register_forward_hook(disturb))
+        for module in model.modules():
+            # Also the head, which is not quantized: the engine's kernel rounds its sums, too.
+            if isinstance(module, (nn.Linear, LowBitLayer)) or _has_parameter(module, dimensions=3):
+                stack.enter_context(module.register_forward_hook(disturb))
+            elif _has_parameter(module, dimensions=2) and not isinstance(module, nn.Embedding):
+                stack.enter_context(_changed_products(module, disturbed))
+            if isinstance(module, QuantExperts):
+                multiply = module._matmul
+                stack.enter_context(patch.object(module, "_matmul", _then(multiply, disturbed)))
         yield
+
+
+def _has_parameter(module: nn.Module, dimensions: int) -> bool:
+    """Whether a module has a parameter of so many dimensions of its own: 3 as experts, 2 as a router."""
+    return any(len(shape_of(param)) == dimensions for param in module.parameters(recurse=False))
+
+
+def _then(function: Callable[..., Tensor], change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A function whose result is changed."""
+    return lambda *args: change(function(*args))
+
+
+@contextmanager
+def _changed_products(module: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Change the products inside of the forward of a router, which returns more than its logits."""
+    forward = module.forward
+
+    def forward_with_changes(*args: Any, **kwargs: Any) -> Any:
+        with _ChangedProducts(change):
+            return forward(*args, **kwargs)
+
+    with patch.object(module, "forward", forward_with_changes):
+        yield
+
+
+class _ChangedProducts(TorchFunctionMode):
+    """Changes the results of `F.linear` in the block."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        return self._change(output) if function is F.linear else output
 
 
 # The check -----------------------------------------------------------------------------------------------------------
@@ -142,6 +193,7 @@ class SyncCheck:
         score: Scores the prompt by the learner. All processes call it together.
         gather: Collects the rows `(1, 4)` of all processes, so that they stop together.
         report: Logs a metric by name and value.
+        usual: Mismatch that always passes, in noise floors; see `sync_verdict`.
         before: The engine's log-probs before its first sync, `(T - 1,)` float32; `None` if it may hold weights of an
             earlier run.
         anchor: What the next check compares with; `None` before the first check.
@@ -152,6 +204,7 @@ class SyncCheck:
     score: Callable[[], Scores]
     gather: Callable[[Tensor], Tensor]
     report: Callable[[str, float], None]
+    usual: float = USUAL
     before: Tensor | None = None
     anchor: Anchor | None = None
 
@@ -222,7 +275,7 @@ class SyncCheck:
     def _read(self, engine: Tensor, learner: Scores) -> Reading:
         """Judge this process's engine."""
         if self.anchor is None:
-            return read_first(engine, learner, self.before)
+            return read_first(engine, learner, self.before, self.usual)
         return read_later(engine, learner, self.anchor)
 
     def _gather(self, reading: Reading, device: torch.device) -> list[Reading]:
@@ -246,7 +299,7 @@ class SyncCheck:
     def _move_anchor(self, engine: Tensor, learner: Scores, reading: Reading) -> None:
         """Let the next checks compare with this one, which passed."""
         if self.anchor is None:
-            ratio = max(1.0, reading.logp_diff / reading.noise_floor)
+            ratio = max(self.usual / GROWTH, reading.logp_diff / reading.noise_floor)
             self.anchor = Anchor(engine, learner.plain, ratio)
             return
 

@@ -24,6 +24,7 @@ from ..export import quantization_config
 from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
+from ..quant.experts import num_experts
 from ..quant.names import base_model
 from ..quant.start import QuantizedSource, load_master_weights
 from ..quant.store import LowBitStore, find_store
@@ -31,6 +32,7 @@ from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
 from ..rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
+from ..rollout.sync_verdict import USUAL, USUAL_OF_MIXTURE
 from ..validate import check_head, check_run
 from .settings import LowBitConfig
 
@@ -161,7 +163,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             with self.accelerator.autocast():
                 return learner_logps(self._unwrapped, tokens)
 
-        return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value)
+        usual = USUAL_OF_MIXTURE if num_experts(self.model.config) else USUAL
+        return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value, usual)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """
