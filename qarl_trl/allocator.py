@@ -1,7 +1,7 @@
 """torch's allocator on a GPU: segments that grow, where vLLM's engine allows them.
 
-A micro-batch of other lengths leaves gaps in segments of fixed size, which count as used. A segment that grows has room
-for every length, so less memory is lost in fragments.
+A micro-batch of other lengths leaves gaps in segments of fixed size, which count as used. A segment that grows has
+room for every length, so less memory is lost in fragments.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-# The names under which torch reads the settings of its allocator, when memory of a GPU is allocated for the first time.
+# The names under which torch reads the settings of its allocator, when it first allocates memory of a GPU.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GROWING = "expandable_segments:True"
 
@@ -43,8 +43,8 @@ def _engine_allows_it(values: Mapping[str, Any]) -> bool:
     if not has_engine_here:
         return True
 
-    # The memory pool of sleep mode cannot grow. vLLM switches the setting off around it, and 0.26 finds it under one of
-    # its names only; that was read, not run.
+    # The memory pool of sleep mode cannot grow. vLLM switches the setting off around it, and 0.26 finds it under one
+    # of its names only; that was read, not run.
     sleeps = values.get("vllm_enable_sleep_mode", False)
     # The ranks of an engine share buffers by handles, which such memory does not have
     # (https://github.com/vllm-project/vllm/issues/42609): the process ends without an error of Python.
