@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-# Under these names torch reads the settings of its allocator, when memory of a GPU is allocated for the first time.
+# The names under which torch reads the settings of its allocator, when it first allocates memory of a GPU.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GROWING = "expandable_segments:True"
 

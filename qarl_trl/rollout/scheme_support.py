@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
+from packaging.version import Version
 from torch import nn
 
+from .._compat import installed_version
 from ..cpu_exact.ops import has_engine_ops
 from ..quant.scheme import SchemeSupport, gpu_generation, support_of
 from .cpu_support import check_engine_cpu
@@ -99,6 +101,13 @@ def missing_in_engine(scheme: SchemeSupport, device: torch.device) -> str | None
         return "vLLM has no GPU kernel for it"
 
     capability = torch.cuda.get_device_capability(device)
-    if gpu_generation(capability) not in scheme.gpus:
+    generation = gpu_generation(capability)
+    if generation not in scheme.gpus:
         return f"it needs a GPU of {' or '.join(scheme.gpus)}, got compute capability {capability}"
+
+    # Its reload moves the locks of Marlin's layers, which a captured CUDA graph goes on using. On Hopper it has other
+    # kernels, and was run.
+    installed = installed_version("vllm")
+    if generation != "Hopper" and installed is not None and Version(installed) < Version("0.31"):
+        return f"vLLM {installed} was run on Hopper only, got compute capability {capability}: install vLLM 0.31"
     return None

@@ -10,6 +10,7 @@ from configs import config
 from qarl_trl import QaRLTrainer
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme, single_group
+from qarl_trl.rollout import scheme_support
 from qarl_trl.rollout.scheme_support import check_engine, default_engine_kwargs
 from qarl_trl.validate import check_arguments
 
@@ -42,6 +43,16 @@ def check_on_gpu(monkeypatch, scheme, capability=(9, 0), ranks=1, **engine):
     plan = single_group(resolve_scheme(scheme), ["Linear"], [])
     args = SimpleNamespace(device=torch.device("cuda"), vllm_tensor_parallel_size=ranks, engine_kwargs=engine)
     check_engine(plan, args)
+
+
+def test_the_oldest_vllm_is_for_hopper(monkeypatch):
+    check_on_gpu(monkeypatch, "W4A16", (8, 0))  # control: the installed version
+
+    monkeypatch.setattr(scheme_support, "installed_version", lambda package: "0.26.0")
+
+    check_on_gpu(monkeypatch, "W4A16", (9, 0))
+    with pytest.raises(ValueError, match="vLLM 0.26.0 was run on Hopper only.*install vLLM 0.31"):
+        check_on_gpu(monkeypatch, "W4A16", (8, 0))
 
 
 @pytest.mark.parametrize("capability", GENERATIONS)

@@ -45,8 +45,7 @@ def compare_versions() -> Iterator[CheckResult]:
 
 def describe_devices() -> Iterator[CheckResult]:
     """
-    Yield one result per GPU and one for the compiler; without GPUs those of the CPU, and whether the engine runs on
-    it.
+    Yield one result per GPU and one for the compiler; without GPUs those of the CPU, and whether the engine runs.
     """
     # Whatever GPU the recipe is for: what follows runs on the devices that are here.
     number_of_gpus = torch.cuda.device_count()
