@@ -208,6 +208,7 @@ def test_a_schedule_that_cannot_be_computed_anew_takes_no_new_rate(dense_model, 
 def test_a_new_number_of_micro_batches_trains_on_whole_rollout_batches(dense_model, tmp_path):
     """Two micro-batches of a rollout batch of six stay untrained if the count goes on at four."""
     settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    settings["max_tokens_per_pass"] = None  # else micro-batches share a pass, at the place of their last one
     make(dense_model, tmp_path / "a", **settings, max_steps=2, save_strategy="steps", save_steps=2).train()
 
     settings |= {"steps_per_generation": 6, "max_steps": 5, "num_generations": 4}

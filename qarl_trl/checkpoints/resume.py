@@ -10,7 +10,6 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
-from datasets import Dataset
 from torch import nn
 
 from ..export.files import digest
@@ -264,6 +263,8 @@ def _tokenizer_fact(processing_class: Any) -> str:
 
 def _data_fact(data: Any) -> str:
     """A digest of the rows of the training set. A streamed one can be read only once, so its rows are not compared."""
+    from datasets import Dataset  # takes a second, and `--dry_run` needs none of it
+
     if not isinstance(data, Dataset):
         return type(data).__name__
 

@@ -64,7 +64,8 @@ class SharingMixin:
 
     def _card_of_adapter(self, facts: dict[str, Any]) -> ModelCard:
         """The card of the adapter."""
-        (config,) = self._unwrapped.peft_config.values()
+        model = self._unwrapped
+        config = model.peft_config[model.active_adapter]  # the reference may be another adapter
         if self.args.frozen:
             kind = "frozen_adapter"
             served_base = self._frozen_base

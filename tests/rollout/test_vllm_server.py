@@ -19,7 +19,7 @@ class Extended(Worker, WorkerExtension):
         self.model_runner = SimpleNamespace(get_model=lambda: model, reset_lora_state=lambda: None)
         self.vllm_config = SimpleNamespace(
             additional_config={"sync_folder": str(sync_folder)},
-            model_config=None,
+            model_config=SimpleNamespace(enforce_eager=True),
         )
         self._weight_update_active = False
         self._weight_update_is_draft = False
