@@ -32,7 +32,7 @@ def worker(tmp_path, monkeypatch):
     worker.seen = []
     worker.fails = False
 
-    def reload(model, run):
+    def reload(model, run, has_graphs):
         worker.seen.append(model.qarl_version)
         if worker.fails:
             raise RuntimeError("The engine kept old values")
