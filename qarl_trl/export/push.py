@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -93,7 +93,12 @@ def repository_of(args: Any, saved_in: Path | None = None) -> str:
 
 
 def push(
-    folder: Path, name: str, message: str, token: str | None = None, revision: str | None = None, **replaced: bytes
+    folder: Path,
+    name: str,
+    message: str,
+    token: str | None = None,
+    revision: str | None = None,
+    replaced: Mapping[str, bytes] | None = None,
 ) -> CommitInfo:
     """
     Make the model of a folder the content of a repository.
@@ -104,7 +109,7 @@ def push(
         message: The commit's message.
         token: Defaults to that of `HF_TOKEN` or `hf auth login`.
         revision: A branch other than `main`.
-        replaced: Files whose content in the repository differs from that in the folder.
+        replaced: By the names of files their content in the repository, where it differs from that in the folder.
 
     Raises:
         ValueError: if the folder has no weights.
@@ -115,7 +120,7 @@ def push(
     if CARD in files:
         # The card here may name another repository, to which the model was pushed before.
         files[CARD] = addressed(files[CARD].read_bytes(), name)
-    files |= replaced
+    files |= replaced or {}
 
     with _errors_named(name, api, _ways_on(folder, name, revision)):
         present = api.list_repo_files(name, revision=revision)

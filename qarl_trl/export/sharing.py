@@ -140,7 +140,7 @@ class SharingMixin:
 
     def _push(self, folder: Path, repository: str, message: str, replaced: dict[str, bytes]) -> CommitInfo:
         """[`push`] with the token and the branch of the run."""
-        return push(folder, repository, message, self.args.hub_token, self.args.hub_revision, **replaced)
+        return push(folder, repository, message, self.args.hub_token, self.args.hub_revision, replaced)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push nothing at a checkpoint: the model is pushed at the end."""

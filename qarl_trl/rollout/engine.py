@@ -176,11 +176,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
 
-        self.synced_bytes = 0
-        weights = self._counted(self._iter_named_params())
-        with self._all_or_none("sync"), _read_to_the_end(weights):
-            self._send(weights)
+        weights = _WeightsToSend(self._iter_named_params())
+        with self._all_or_none("sync"), weights.read_to_the_end():
+            self._send(iter(weights))
 
+        self.synced_bytes = weights.bytes_read
         self.num_syncs += 1
         if self.sync_check is not None and self.sync_check.due(self.num_syncs):
             with self._all_or_none("sync check"):
@@ -210,12 +210,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
             from ..quant.frozen import adapter_tensors  # imports peft
 
             yield from adapter_tensors(self.model)
-
-    def _counted(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights; adds their sizes to `synced_bytes` while they are read."""
-        for name, tensor in weights:
-            self.synced_bytes += tensor.nbytes
-            yield name, tensor
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """
@@ -303,26 +297,46 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.sync_seconds = 0.0
 
 
-@contextmanager
-def _read_to_the_end(weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+class _WeightsToSend:
     """
-    After the block read what it left of `weights`, also if it failed.
+    The weights of one sync, read once.
 
-    Sharded weights are gathered while they are read, by all processes together. So each process must read all of them,
-    also one that sends nothing (beside a server), and one in which the send failed: the others would wait for it
-    forever. Only Ctrl-C stops at once.
+    Args:
+        weights: Their names and tensors.
+
+    Attributes:
+        bytes_read: Sizes of the tensors that were read so far.
     """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        # Raised below, when the other processes need this one no longer.
-        failure = error
 
-    for _ in weights:
-        pass
-    if failure is not None:
-        raise failure
+    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.bytes_read = 0
+        self._weights = weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights:
+            self.bytes_read += tensor.nbytes
+            yield name, tensor
+
+    @contextmanager
+    def read_to_the_end(self) -> Iterator[None]:
+        """
+        After the block read what it left, also if it failed.
+
+        Sharded weights are gathered while they are read, by all processes together. So each process must read all of
+        them, also one that sends nothing (beside a server), and one in which the send failed: the others would wait
+        for it forever. Only Ctrl-C stops at once.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            # Raised below, when the other processes need this one no longer.
+            failure = error
+
+        for _ in self:
+            pass
+        if failure is not None:
+            raise failure
 
 
 def _check_completions(completions: Sequence[Sequence[int]], prompts: int) -> None:

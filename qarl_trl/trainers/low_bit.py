@@ -83,6 +83,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         # After the checks, whose errors have the user's own words.
         arguments["model"] = _anchor_paths(model, args)
         self._weight_flips = WeightFlips()
+        # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         with _compat.construction(type(self), partial(self._build_engine, args), self._loader(args)):
             super().__init__(*bound.args, **bound.kwargs)
 

@@ -12,7 +12,7 @@ from qarl_trl import QaRLTrainer
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout import engine_settings
 from qarl_trl.rollout._vllm_lora import adapter_place
-from qarl_trl.rollout.engine import LowBitVLLMGeneration, _read_to_the_end
+from qarl_trl.rollout.engine import LowBitVLLMGeneration, _WeightsToSend
 
 
 def generation(order, due=lambda number: True, sleep=False):
@@ -225,18 +225,19 @@ def some_weights(read):
 def test_a_process_whose_send_failed_still_reads_all_weights():
     """The other processes gather them together with this one."""
     read = []
-    weights = some_weights(read)
+    weights = _WeightsToSend(some_weights(read))
 
-    with pytest.raises(ValueError, match="no memory"), _read_to_the_end(weights):
-        next(weights)
+    with pytest.raises(ValueError, match="no memory"), weights.read_to_the_end():
+        next(iter(weights))
         raise ValueError("no memory")
     assert read == ["a", "b", "c"]
+    assert weights.bytes_read == 3 * 4
 
     # Control: Ctrl-C stops at once.
     read.clear()
-    weights = some_weights(read)
-    with pytest.raises(KeyboardInterrupt), _read_to_the_end(weights):
-        next(weights)
+    weights = _WeightsToSend(some_weights(read))
+    with pytest.raises(KeyboardInterrupt), weights.read_to_the_end():
+        next(iter(weights))
         raise KeyboardInterrupt
     assert read == ["a"]
 
@@ -244,7 +245,7 @@ def test_a_process_whose_send_failed_still_reads_all_weights():
 def test_a_process_that_sends_nothing_reads_all_weights():
     read = []
 
-    with _read_to_the_end(some_weights(read)):
+    with _WeightsToSend(some_weights(read)).read_to_the_end():
         pass
 
     assert read == ["a", "b", "c"]
@@ -255,7 +256,7 @@ def test_the_error_of_a_send_stays_visible_if_reading_fails_too():
         raise KeyError("gather")
         yield
 
-    with pytest.raises(KeyError, match="gather") as failure, _read_to_the_end(broken()):
+    with pytest.raises(KeyError, match="gather") as failure, _WeightsToSend(broken()).read_to_the_end():
         raise ValueError("no memory")
 
     assert isinstance(failure.value.__context__, ValueError)

@@ -153,11 +153,12 @@ def _layer_work(run: Run) -> float:
     if run.low_bit_forward and any(parameter.rounds_inputs for parameter in run.parameters):
         share = 0.9
 
-    # The head comes first in a backward: what it has saved is free by now.
-    per_token = share * layer_saved(run) - head_saved(run)
-    if run.checkpointing:
-        # The layer is computed again. What it then saves includes its checkpoint, which `activations` has counted.
-        per_token += layer_saved(run) - _checkpoint(run)
+    gradients = share * layer_saved(run)
+    # With checkpointing the layer is computed again. It saves all but its checkpoint, which `activations` has counted.
+    computed_again = layer_saved(run) - _checkpoint(run) if run.checkpointing else 0
+    # The head comes first in a backward: what `activations` counted for it is free by now.
+    free_by_now = head_saved(run)
+    per_token = gradients + computed_again - free_by_now
 
     # The dequantized matrix, and the product that is its gradient.
     matrices = 2 * run.compute * _largest_entries(run)
