@@ -41,8 +41,8 @@ def _extract(requests: Sequence[Any]) -> Extracted:
             flat = completion.logprobs
             if flat is None:
                 return None, None
-            if not _has_one_a_token(flat):
-                # TRL's own sorts them by their rank.
+            # TRL's own reads a list with an object for each token, and sorts several of a token by their rank.
+            if isinstance(flat, list) or not _has_one_a_token(flat):
                 return extract_from_objects(requests)
 
             # Only a NaN differs from itself.
