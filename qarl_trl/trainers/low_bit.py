@@ -165,7 +165,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
                 return learner_logps(self._unwrapped, tokens)
 
         usual = USUAL_OF_MIXTURE if num_experts(self.model.config) else USUAL
-        return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_value, usual)
+        return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_with_training, usual)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """
@@ -244,6 +244,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def _log_value(self, name: str, value: float) -> None:
         """Log a value with TRL's metrics of the current step."""
         self._metrics[self._mode][name].append(value)
+
+    def _log_with_training(self, name: str, value: float) -> None:
+        """Log a value with the next training step, also if a script asked for the sync before or between steps."""
+        self._metrics["train"][name].append(value)
 
 
 def _anchor_paths(model: Any, args: Any) -> Any:

@@ -58,9 +58,10 @@ def _train_in_shards(place: dict[str, Any]) -> dict[str, Any]:
     trainer = trainer_of_two(place["model"], f"{place['folder']}/shards", True, **over_there(place, **changes))
     with keeping_syncs(Path(place["folder"], "kept")):
         trainer.train()
+        # Before the sync: the forward of its check leaves FSDP2's root module gathered, in bfloat16.
+        master_weights = whole_arrays(trainer)
         trainer.vllm_generation.sync_weights()
     logp_diffs = logged(trainer, "mismatch/logp_diff_mean")
-    master_weights = whole_arrays(trainer)
 
     unread = _sync_that_one_rank_cannot_read(trainer, place)
     cut_short = _sync_that_is_cut_short(trainer)
