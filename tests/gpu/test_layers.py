@@ -172,7 +172,8 @@ def test_the_kernel_dequantizes_as_plain_operations_do(scheme, group_size, dtype
 # 1.65e-3.
 ENGINE = {scheme: ONE_ROUNDING for scheme, row in SUPPORTED.items() if row.gpus}
 # W4AFP8 fails on an H200: 0.0050 to 0.0060, where the plain form is 0.0017 from the exact product. What vLLM's kernel
-# rounds is unknown, so its bound stays: neither the rounding of inputs or scales, nor fast accumulation, nor bfloat16 sums of groups explain it.
+# rounds is unknown, so its bound stays: neither the rounding of inputs or scales, nor fast accumulation, nor bfloat16
+# sums of groups explain it.
 ENGINE |= {"W4A16_ASYM": 0.01, "NVFP4A16": 0.006}
 
 
