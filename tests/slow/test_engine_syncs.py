@@ -124,7 +124,7 @@ def _sync_asleep(engine: Any) -> list[str]:
 
 def _incomplete_syncs(engine: Any) -> dict[str, str]:
     """What an engine says of a stream that lacks a layer."""
-    from qarl_trl.rollout.vllm.reload import reload_engine
+    from qarl_trl.rollout.vllm.reloading import reload_engine
 
     messages = {}
     for lost in ("nothing", *LOST):

@@ -145,7 +145,7 @@ def test_the_check_of_the_loader_notices_an_expert_that_is_missing(tmp_path):
 
 def _train(model: str, folder: str) -> tuple[list[float], str]:
     """Mismatches of a run, and what the engine then says of a stream that lacks a matrix of one expert."""
-    from qarl_trl.rollout.vllm.reload import reload_engine
+    from qarl_trl.rollout.vllm.reloading import reload_engine
 
     trainer = make_trainer(model, Path(folder), quant_ignore=["lm_head", "re:.*experts.*"], router_aux_loss_coef=0.01)
     trainer.train()

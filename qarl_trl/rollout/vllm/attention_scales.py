@@ -1,4 +1,4 @@
-"""The scales of the KV cache, of queries and of attention probabilities: always 1, in an engine of random weights and after a reload."""
+"""Scales of KV cache, queries and attention probabilities: 1 at the start of an engine and after a reload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an engine starts: what TRL's call of `vllm.LLM` leaves out, and two choices that vLLM takes from the environment."""
+"""How an engine starts: arguments that TRL does not give, and settings that vLLM takes from the environment."""
 
 from __future__ import annotations
 

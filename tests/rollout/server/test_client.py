@@ -1,4 +1,4 @@
-"""`qarl_trl.rollout.server.client`: what a trainer refuses of a server. The real server is in tests/slow/test_server.py."""
+"""`qarl_trl.rollout.server.client`: what a trainer refuses of a server. The real one: tests/slow/test_server.py."""
 
 import copy
 import json
