@@ -24,17 +24,15 @@ from ..export import quantization_config
 from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
-from ..quant.experts import num_experts
 from ..quant.names import base_model
 from ..quant.start import QuantizedSource, load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
-from ..rollout.sync_check.check import SyncCheck
+from ..rollout.sync_check.check import SyncCheck, usual_mismatch
 from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
 from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
-from ..rollout.sync_check.verdict import USUAL, USUAL_OF_MIXTURE
 from ..validate import check_head, check_run
 from .settings import LowBitConfig
 
@@ -166,7 +164,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             with self.accelerator.autocast():
                 return learner_logps(self._unwrapped, tokens)
 
-        usual = USUAL_OF_MIXTURE if num_experts(self.model.config) else USUAL
+        usual = usual_mismatch(self.model)
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_with_training, usual)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,9 @@
-"""The private parts of vLLM's web server by which a request reaches the workers of its engine."""
+"""How a request to vLLM's web server reaches the workers of its engine.
+
+vLLM's own route for that, `/collective_rpc`, calls any method of a worker, and waits forever for an engine whose
+process died. So the guard calls the engine behind the web server itself (`app.state.engine_client`, set in
+`entrypoints/launchers/api_server/app_state.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import asyncio
 from typing import Any
 
 
-async def ask_workers(app: Any, method: str, args: list[Any]) -> list[Any]:
+async def call_workers(app: Any, method: str, args: list[Any]) -> list[Any]:
     """
     Call a method of [`~qarl_trl.rollout.server.worker.WorkerExtension`] in all workers.
 
@@ -19,7 +24,7 @@ async def ask_workers(app: Any, method: str, args: list[Any]) -> list[Any]:
         The answer of each worker.
 
     Raises:
-        RuntimeError: if the engine's process dies meanwhile, for which vLLM itself would wait forever.
+        RuntimeError: if the engine's process dies meanwhile.
     """
     engine = app.state.engine_client
     call = asyncio.ensure_future(engine.collective_rpc("qarl", args=(method, *args)))
