@@ -51,7 +51,7 @@ def quantized(model: Any) -> torch.Tensor:
 def values(model: Any) -> torch.Tensor:
     """All dequantized weights."""
     from qarl_trl.quant import quantized_modules
-    from qarl_trl.quant.gemm import dequantize
+    from qarl_trl.quant.quantize import dequantize
 
     return torch.cat([dequantize(m.low_bit()).float().flatten() for _, m in quantized_modules(model)])
 

@@ -18,7 +18,8 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils import match_targets
 from torch import nn
 
-from .experts import (
+from .gemms.gemm import GemmChoice, plain_gemm
+from .layers.experts import (
     EXPERTS_LAYOUT,
     PROJECTIONS,
     QuantExperts,
@@ -27,9 +28,8 @@ from .experts import (
     layer_names,
     layout_of,
 )
-from .gemm import GemmChoice, plain_gemm
-from .layer import LowBitLayer
-from .linear import QuantLinear
+from .layers.layer import LowBitLayer
+from .layers.linear import QuantLinear
 from .names import base_model, checkpoint_modules
 from .scheme import (
     DEFAULT_IGNORE,
@@ -41,7 +41,7 @@ from .scheme import (
     single_group,
     support_of,
 )
-from .shards import shape_of
+from .sharding.shards import shape_of
 from .store import LowBitStore
 
 
@@ -107,8 +107,8 @@ def apply_quantization(
         group_size: Weights per scale for a preset with groups; `-1` is per channel.
         gemm: Function from scheme and device to a gemm; `qarl_trl.rollout.engine_gemm` has the engine's.
         quantize_forward: `False` keeps the forward in high precision.
-        frozen: Make the layers [`~qarl_trl.quant.frozen.FrozenLinear`]s, which drop their weights and get low-bit
-            tensors later.
+        frozen: Make the layers [`~qarl_trl.quant.layers.frozen.FrozenLinear`]s, which drop their weights and get
+            low-bit tensors later.
 
     Raises:
         ValueError: if a model, a layer, experts or an adapter cannot be quantized, or if nothing matches.
@@ -154,12 +154,12 @@ def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
 def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
     """The class that a matched module gets."""
     if frozen:
-        from .frozen import FrozenLinear  # imports peft
+        from .layers.frozen import FrozenLinear  # imports peft
 
         return FrozenLinear
 
     if hasattr(module, "base_layer"):
-        from .lora import LoraQuantLinear  # imports peft, which is optional
+        from .layers.lora import LoraQuantLinear  # imports peft, which is optional
 
         return LoraQuantLinear
 
@@ -295,7 +295,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
     """Refuse (`ValueError`) layers that cannot be quantized, and adapters that cannot be merged."""
     if is_peft_model(model):
-        from .lora import check_adapters, check_lora_config  # imports peft, which is optional
+        from .layers.lora import check_adapters, check_lora_config  # imports peft, which is optional
 
         for config in model.peft_config.values():
             check_lora_config(config)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from .convert import apply_quantization, quantized_modules
-from .gemm import GemmChoice, plain_gemm
+from .gemms.gemm import GemmChoice, plain_gemm
 from .names import architecture_of
 from .quantize import LowBitWeight, compressor_of, meta_tensors, quantize_weight
 from .scheme import MASTER_CAST_DTYPE, scheme_for
@@ -240,8 +240,8 @@ def load_master_weights(
         name: Its folder or Hub id.
         dtype: Dtype of the master weights; `"auto"`: the checkpoint's.
         architecture: The model class; default: that in `config.json`.
-        freeze: A plan whose layers become [`~qarl_trl.quant.frozen.FrozenLinear`]s with the stored low-bit tensors (an
-            unquantized checkpoint is quantized by layer). All else is bfloat16.
+        freeze: A plan whose layers become [`~qarl_trl.quant.layers.frozen.FrozenLinear`]s with the stored low-bit
+            tensors (an unquantized checkpoint is quantized by layer). All else is bfloat16.
         gemm: For frozen layers, see [`~qarl_trl.quant.apply_quantization`].
         kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's
             config.

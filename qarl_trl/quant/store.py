@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdRef
 
-from .gathers import GatheredWeight, gather_quantized, gathers_low_bit
-from .layer import LowBitLayer
+from .layers.layer import LowBitLayer
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
-from .shards import is_partitioned, quantize_rows, quantize_shards
+from .sharding.gathers import GatheredWeight, gather_quantized, gathers_low_bit
+from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import checkpoint_stream
 
 

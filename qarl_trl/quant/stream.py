@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .experts import PROJECTIONS, expert_modules, layer_names
-from .layer import LowBitLayer
+from .layers.experts import PROJECTIONS, expert_modules, layer_names
+from .layers.layer import LowBitLayer
 from .names import checkpoint_names, checkpoint_renaming, plain_name
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
-from .shards import whole
+from .sharding.shards import whole
 
 
 # The low-bit weight of a layer by its name: `weight_of` or `fresh_weight_of` of a store.

@@ -20,9 +20,9 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..quant.experts import QuantExperts
-from ..quant.layer import LowBitLayer
-from ..quant.shards import shape_of
+from ..quant.layers.experts import QuantExperts
+from ..quant.layers.layer import LowBitLayer
+from ..quant.sharding.shards import shape_of
 from .prompt_logps import engine_logps
 from .sync_verdict import GROWTH, USUAL, Anchor, Reading, read_first, read_later
 from .sync_verdict import Scores as Scores  # the trainer's function returns them

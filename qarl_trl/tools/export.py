@@ -227,7 +227,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
     import torch
     from peft import PeftModel
 
-    from ..quant.frozen import align_adapters
+    from ..quant.layers.frozen import align_adapters
     from ..quant.start import load_master_weights
     from ..rollout.sync_check import learner_logps
 

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
-from qarl_trl.quant.linear import QuantLinear
+from qarl_trl.quant.layers.linear import QuantLinear
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])

@@ -17,11 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
 from ...quant.convert import quantized_modules
-from ...quant.experts import PROJECTIONS, QuantExperts
-from ...quant.gathers import gathers_quantized
-from ...quant.layer import LowBitLayer
+from ...quant.layers.experts import PROJECTIONS, QuantExperts
+from ...quant.layers.layer import LowBitLayer
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
+from ...quant.sharding.gathers import gathers_quantized
 from .run import Parameter
 
 

@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig
 
-from ...quant.experts import num_experts
+from ...quant.layers.experts import num_experts
 from ...quant.start import quantized_source
 from ...rollout.scheme_support import default_engine_kwargs
 from .batch import Batch

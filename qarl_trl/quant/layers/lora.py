@@ -17,10 +17,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from ..quantize import LowBitWeight
+from ..scheme import MASTER_CAST_DTYPE
+from ..sharding.shards import whole
 from .layer import LowBitLayer
-from .quantize import LowBitWeight
-from .scheme import MASTER_CAST_DTYPE
-from .shards import whole
 
 
 # Any other field of a LoraConfig may change what the layer computes. Fields of later peft versions count as such until

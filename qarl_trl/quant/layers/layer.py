@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from torch import Tensor
+from torch import Tensor, nn
 
-from .gemm import Bias, Gemm, GemmChoice
+from ..gemms.gemm import Bias, Gemm, GemmChoice
+from ..quantize import LowBitWeight
 from .matmul import LowBitMatmul, SourceGradients
-from .quantize import LowBitWeight
 
 
 # What `convert` adds to a module, and `restore` takes away.
@@ -36,6 +36,8 @@ class WeightOwner(Protocol):
     def weight_of(self, layer: LowBitLayer, name: str) -> LowBitWeight: ...
 
     def rows_of(self, layer: LowBitLayer, parameter: str) -> LowBitWeight: ...
+
+    def attach(self, model: nn.Module) -> None: ...
 
 
 class LowBitLayer:
@@ -138,7 +140,7 @@ class LowBitLayer:
             x: Input `(..., in)`.
             name: One of the layer's low-bit weights, also one that sync and export do not send (LoRA's base).
             gemm: From `choose_gemm`.
-            sources: The tensors that get gradients, see [`~qarl_trl.quant.matmul.LowBitMatmul`].
+            sources: The tensors that get gradients, see [`~qarl_trl.quant.layers.matmul.LowBitMatmul`].
             bias: `(out,)` or `None`.
             source_gradients: Computes the gradients of several sources.
         """

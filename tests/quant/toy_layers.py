@@ -4,8 +4,9 @@ import references
 import torch
 from torch import nn
 
-from qarl_trl.quant import activations, apply_quantization, quantize_weight, store
-from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant import apply_quantization, quantize_weight, store
+from qarl_trl.quant.gemms import activations
+from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import support_of
 from quant.schemes import WEIGHT_ONLY
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from .quantize import LowBitWeight
+from ..quantize import LowBitWeight
 from .shards import local_rows, unit_of, whole
 
 
