@@ -25,9 +25,8 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..quant.convert import quantized_modules
 from ..quant.layers.experts import QuantExperts, expert_modules
-from ..quant.layers.layer import LowBitLayer
+from ..quant.layers.layer import LowBitLayer, quantized_modules
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of

@@ -14,7 +14,8 @@ The rest is for those who need it: `sharding/` (FSDP2 and ZeRO-3), `start.py` (a
 checkpoint), `modifier.py` (llm-compressor's recipes), `names.py` and `cuda_kernels.py` (fewer launches, same bytes).
 """
 
-from .convert import apply_quantization, quantized_modules, remove_quantization
+from .convert import apply_quantization, remove_quantization
+from .layers.layer import quantized_modules
 from .quantize import quantize_weight
 from .scheme import resolve_scheme
 from .store import LowBitStore, iter_low_bit_weights, low_bit_store

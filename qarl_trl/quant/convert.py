@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from .layers.experts import (
     layer_names,
     layout_of,
 )
-from .layers.layer import LowBitLayer
+from .layers.layer import LowBitLayer, quantized_modules
 from .layers.linear import QuantLinear
 from .names import base_model, checkpoint_modules
 from .scheme import (
@@ -142,13 +142,6 @@ def remove_quantization(model: nn.Module) -> nn.Module:
     for _, module in list(quantized_modules(model)):
         module.restore()
     return model
-
-
-def quantized_modules(model: nn.Module) -> Iterable[tuple[str, LowBitLayer]]:
-    """The low-bit layers of `model` with their names, in module order."""
-    for name, module in model.named_modules():
-        if isinstance(module, LowBitLayer):
-            yield name, module
 
 
 def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:

@@ -22,8 +22,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from .convert import apply_quantization, quantized_modules
+from .convert import apply_quantization
 from .gemms.gemm import GemmChoice, plain_gemm
+from .layers.layer import quantized_modules
 from .names import architecture_of
 from .quantize import LowBitWeight, compressor_of, meta_tensors, quantize_weight
 from .scheme import MASTER_CAST_DTYPE, scheme_for
@@ -299,8 +300,8 @@ def _load_frozen(
     # Without memory for weights this says which layers `plan` matches, and what each must have stored. So a checkpoint
     # that does not fit is refused before its tensors are read.
     with torch.device("meta"):
-        skeleton = Frozen(config)
-    frozen: dict[str, Any] = dict(quantized_modules(skeleton))
+        without_memory = Frozen(config)
+    frozen: dict[str, Any] = dict(quantized_modules(without_memory))
     for layer_name, layer in frozen.items():
         source.check_stored(layer_name, layer.frozen_weight)
 

@@ -133,7 +133,7 @@ def _low_bit_tensors(
     """The tensors of one low-bit layer."""
     for weight_name in layer.weight_names():
         # One weight at a time, so that under ZeRO-3 no more than its sources are whole.
-        with gather(_sources(layer, weight_name)):
+        with gather(layer.sources(weight_name)):
             low_bit = weight_of(layer, weight_name)
             if id(layer) in names.experts:
                 yield from _low_bit_expert_tensors(layer, weight_name, names, low_bit)
@@ -166,15 +166,10 @@ def _plain_expert_tensors(module: nn.Module, names: _Names, gather: _Gather) -> 
                 yield names.saved(f"{layer}.weight"), _bfloat16_copy(matrix)
 
 
-def _sources(layer: Any, weight_name: str) -> list[nn.Parameter]:
-    """The parameters that a low-bit weight of `layer` is made from."""
-    return [layer.get_parameter(source) for source in layer.sources_of(weight_name)]
-
-
 def _all_sources(layer: LowBitLayer) -> Iterator[nn.Parameter]:
     """The parameters that the low-bit weights of `layer` are made from."""
     for weight_name in layer.weight_names():
-        yield from _sources(layer, weight_name)
+        yield from layer.sources(weight_name)
 
 
 def _projections(module: nn.Module) -> list[nn.Parameter]:

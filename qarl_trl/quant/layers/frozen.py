@@ -98,7 +98,7 @@ class FrozenLinear(LowBitLayer, nn.Linear):
     def weight_names(self) -> tuple[str, ...]:
         return ("weight",)
 
-    def sources_of(self, name: str) -> tuple[str, ...]:
+    def source_names(self, name: str) -> tuple[str, ...]:
         return ()
 
     @property

@@ -6,6 +6,8 @@ asks the [`~qarl_trl.quant.store.LowBitStore`] of its model, and says what that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -97,9 +99,13 @@ class LowBitLayer:
         """The names of the layer's low-bit weights: those that sync and export send."""
         raise NotImplementedError
 
-    def sources_of(self, name: str) -> tuple[str, ...]:
+    def source_names(self, name: str) -> tuple[str, ...]:
         """The names, in this module, of the parameters that the low-bit weight `name` is made from."""
         return (name,)
+
+    def sources(self, name: str) -> list[Any]:
+        """Those parameters, or the tensors that `torch.func` or FSDP2 put in their places."""
+        return [attrgetter(source)(self) for source in self.source_names(name)]
 
     def to_quantize(self, name: str, *sources: Tensor) -> Tensor:
         """The matrix, or the stack of matrices, whose quantized form is the low-bit weight `name`."""
@@ -160,3 +166,10 @@ class LowBitLayer:
     def __getstate__(self) -> dict[str, Any]:
         # A gemm may hold a kernel's own form of the weight: a copy of the layer chooses its own.
         return vars(self) | {"gemm": None}
+
+
+def quantized_modules(model: nn.Module) -> Iterator[tuple[str, LowBitLayer]]:
+    """The low-bit layers of `model` with their names, in module order."""
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitLayer):
+            yield name, module

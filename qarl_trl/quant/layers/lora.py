@@ -113,7 +113,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             raise RuntimeError("The base would be sent or saved instead of the policy. Leave `disable_adapter()`.")
         return (self.adapter,)
 
-    def sources_of(self, name: str) -> tuple[str, ...]:
+    def source_names(self, name: str) -> tuple[str, ...]:
         """The base weight and, for an adapter, its two factors."""
         if not name:
             return ("base_layer.weight",)
