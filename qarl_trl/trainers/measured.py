@@ -130,7 +130,7 @@ class MeasuredMixin:
         self._replace_metric("clip_ratio/high_max", float(high > 0))
 
     def _log_policy_loss(self, policy_loss: Tensor) -> None:
-        """Add TBPO's loss to the policy loss that TRL logs with an entropy bonus: of its own only a KL penalty is left."""
+        """Add TBPO's loss to the one that TRL logs with an entropy bonus, of which only the KL penalty is left."""
         if self._entropy_bonus_enabled:
             mean_of_all = self.accelerator.gather(policy_loss.detach()).nanmean().item()
             of_trl = self._metrics[self._mode]["policy_loss"][-1]
