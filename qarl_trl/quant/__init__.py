@@ -8,9 +8,9 @@ Schemes, formats and their bytes are those of compressed-tensors. In the order o
     layers/       ask the store, multiply, and send gradients straight through; `layer.py` and `matmul.py` first
     gemms/        the products, which round as the engine's do
     stream.py     all weights of the store under their names in a checkpoint, for weight syncs and files
-    convert.py    the way in: gives modules of a model these layers and one store, in place, and takes them away
+    convert.py    the way in: the layers of a model that `match.py` finds become such layers, in place, with one store
 
-The rest is for those who need it: `sharding/` (FSDP2 and ZeRO-3), `start.py` (a run that starts from a quantized
+The rest is for those who need it: `sharding/` (FSDP2 and ZeRO-3), `start.py` and `source.py` (start from a quantized
 checkpoint), `modifier.py` (llm-compressor's recipes), `names.py` and `cuda_kernels.py` (fewer launches, same bytes).
 """
 

@@ -12,7 +12,8 @@ from trl.import_utils import is_vllm_available
 from ..quant.gemms.activations import memoize_last
 from ..quant.gemms.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, plain_gemm
 from ..quant.quantize import LowBitWeight
-from ..quant.scheme import SchemeSupport, support_of
+from ..quant.scheme import support_of
+from ..quant.supported import SchemeSupport
 from ._vllm_cpu import is_cpu_engine
 from .cpu_support import check_engine_cpu
 

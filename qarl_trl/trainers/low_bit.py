@@ -26,7 +26,8 @@ from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
 from ..quant.layers.experts import num_experts
 from ..quant.names import base_model
-from ..quant.start import QuantizedSource, load_master_weights
+from ..quant.source import QuantizedSource
+from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice

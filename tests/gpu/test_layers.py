@@ -18,7 +18,7 @@ from qarl_trl.quant.gemms.activations import (
 from qarl_trl.quant.gemms.gemm import plain_gemm
 from qarl_trl.quant.gemms.grouped import ExpertsGemm
 from qarl_trl.quant.quantize import dequantize
-from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
+from qarl_trl.quant.supported import SUPPORTED, gpu_generation
 from qarl_trl.rollout.engine_gemm import engine_gemm
 
 

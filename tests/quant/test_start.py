@@ -18,7 +18,8 @@ from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_m
 from qarl_trl.quant.layers.experts import QuantExperts
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
-from qarl_trl.quant.start import load_master_weights, quantized_source
+from qarl_trl.quant.source import quantized_source
+from qarl_trl.quant.start import load_master_weights
 from qarl_trl.validate.source import find_source
 from quant.schemes import same_tensors
 

@@ -13,7 +13,7 @@ from qarl_trl.quant.gemms.gemm import (
     Int8Gemm,
     plain_gemm,
 )
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.supported import SUPPORTED
 from qarl_trl.rollout import engine_gemm as rollout_gemm
 from qarl_trl.rollout.engine_gemm import GEMMS, EngineGemm
 

@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig
 
 from ...quant.layers.experts import num_experts
-from ...quant.start import quantized_source
+from ...quant.source import quantized_source
 from ...rollout.scheme_support import default_engine_kwargs
 from .batch import Batch
 from .model import parameters, planned_model, read_config
