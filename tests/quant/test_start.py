@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own, as master weights or frozen; broken files."""
+"""`qarl_trl.quant.start` and `source`: checkpoints of llm-compressor and our own, as master weights or frozen."""
 
 import json
 import re

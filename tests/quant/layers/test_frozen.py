@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qarl_trl.export import quantization_config, save_low_bit
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize, quantized_modules, source
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize, quantized_modules
 from qarl_trl.quant.gemms import gemm
 from qarl_trl.quant.layers.frozen import AdapterMatmul, adapter_tensors, align_adapters
 from qarl_trl.quant.quantize import dequantize
@@ -236,7 +236,7 @@ def test_no_second_matrix_of_the_base_is_ever_alive(checkpoint, scheme, source, 
     dequantize_counting = counting(quantize.dequantize)
     monkeypatch.setattr(gemm, "dequantize", dequantize_counting)
     monkeypatch.setattr(quantize, "dequantize", dequantize_counting)
-    monkeypatch.setattr(source, "quantize_weight", counting(source.quantize_weight))
+    monkeypatch.setattr("qarl_trl.quant.source.quantize_weight", counting(quantize.quantize_weight))
 
     with only_new_objects():
         model = frozen_model(folder, scheme)
