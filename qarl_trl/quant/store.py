@@ -1,15 +1,17 @@
 """`LowBitStore`: the one owner of the low-bit weights of a model.
 
 The learner's forward, the weight sync and the exported file all get a weight from here, so they have the same tensors,
-byte for byte (paper Sec. 3.1). The store knows where master weights are (whole, sharded by FSDP2 or ZeRO-3, or dropped
-by a frozen base) and when a low-bit weight is out of date.
+byte for byte (paper Sec. 3.1). A forward asks `weight_of`; syncs and files go through `tensors`. Both come to
+`_quantize`, which calls the producer, unless a weight that was made before is still up to date: `_state_of` says so.
+
+The store also knows where master weights are: whole, sharded by FSDP2 or ZeRO-3, or dropped by a frozen base.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +26,12 @@ from .layers.layer import LowBitLayer, quantized_modules
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .sharding.gathers import GatheredWeight, is_master_shard, make_master_shards
 from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
-from .stream import checkpoint_stream
+from .stream import Gather, checkpoint_stream
 
 
 # Changes of parameters that need no gradient, and of those whose changes nobody counts.
 NOT_TRAINED = -1
 UNKNOWN = -2
-# Takes parameters; inside the context they are whole. TRL's `DistributedBackend.gather_params`, for ZeRO-3.
-Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)

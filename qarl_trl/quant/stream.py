@@ -21,11 +21,11 @@ from .sharding.shards import whole
 
 # The low-bit weight of a layer by its name: `weight_of` or `fresh_weight_of` of a store.
 _WeightOf = Callable[[LowBitLayer, str], LowBitWeight]
-# Takes parameters; inside the context they are whole.
-_Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
+# Takes parameters; inside the context they are whole. TRL's `DistributedBackend.gather_params`, for ZeRO-3.
+Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
-def checkpoint_stream(model: nn.Module, weight_of: _WeightOf | None, gather: _Gather) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_stream(model: nn.Module, weight_of: _WeightOf | None, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """
     Yield every tensor of the checkpoint of `model`, with the name that transformers saves it under.
 
@@ -128,7 +128,7 @@ class _Names:
 
 
 def _low_bit_tensors(
-    module_name: str, layer: LowBitLayer, names: _Names, weight_of: _WeightOf, gather: _Gather
+    module_name: str, layer: LowBitLayer, names: _Names, weight_of: _WeightOf, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one low-bit layer."""
     for weight_name in layer.weight_names():
@@ -156,7 +156,7 @@ def _low_bit_expert_tensors(
             yield names.saved(f"{layer}.{local}"), tensor
 
 
-def _plain_expert_tensors(module: nn.Module, names: _Names, gather: _Gather) -> Iterator[tuple[str, Tensor]]:
+def _plain_expert_tensors(module: nn.Module, names: _Names, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """The tensors of experts that stay in high precision, one matrix for each expert and projection."""
     for parameter_name, parameter in zip(PROJECTIONS, _projections(module), strict=True):
         with gather([parameter]):
