@@ -159,7 +159,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """The arguments of `vllm.LLM` that TRL does not give or gives otherwise."""
         arguments = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         if self._adapter_folder:
-            from ..quant.frozen import adapter_tensors  # imports peft
+            from ..quant.layers.frozen import adapter_tensors  # imports peft
 
             shapes = {name: tensor.shape for name, tensor in adapter_tensors(self.model)}
             arguments |= adapters.lora_settings(shapes)
@@ -221,7 +221,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 yield from iter_low_bit_weights(self.model, self._dist.gather_params)
 
         if self._adapter_folder:
-            from ..quant.frozen import adapter_tensors  # imports peft
+            from ..quant.layers.frozen import adapter_tensors  # imports peft
 
             yield from adapter_tensors(self.model)
 

@@ -25,7 +25,8 @@ from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
 from ..quant.names import base_model
-from ..quant.start import QuantizedSource, load_master_weights
+from ..quant.source import QuantizedSource
+from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
@@ -284,7 +285,7 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
     """
     if args.frozen:
         # The layers were quantized while they were loaded, before the model had its adapter.
-        from ..quant.frozen import align_adapters  # imports peft
+        from ..quant.layers.frozen import align_adapters  # imports peft
 
         align_adapters(model)
     elif plan is not None:

@@ -15,7 +15,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 
-from ...quant.experts import expert_modules, num_experts
+from ...quant.layers.experts import expert_modules, num_experts
 from .learner_logps import LearnerLogps
 from .verdict import (
     USUAL,

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from ...quant.layer import LowBitLayer
+from ...quant.layers.layer import LowBitLayer
 from .rounding_noise import rounding_noise
 
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...quant.experts import QuantExperts
-from ...quant.layer import LowBitLayer
-from ...quant.shards import shape_of
+from ...quant.layers.experts import QuantExperts
+from ...quant.layers.layer import LowBitLayer
+from ...quant.sharding.shards import shape_of
 from .prompt import SEED
 
 

@@ -1,13 +1,13 @@
-"""`qarl_trl.quant.linear`: the numbers of a low-bit layer's forward."""
+"""`qarl_trl.quant.layers.linear`: the numbers of a low-bit layer's forward."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from qarl_trl.quant import quantize_weight
-from qarl_trl.quant.gemm import dequantize
-from quant.layers import make_input, make_layer
+from qarl_trl.quant.quantize import dequantize
 from quant.schemes import NAMES, WEIGHT_ONLY
+from quant.toy_layers import make_input, make_layer
 
 
 @pytest.mark.parametrize("scheme", WEIGHT_ONLY)

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.frozen`: `Q(W) x + s B (A x)`, its gradients, what of the base is alive, the kernels it follows."""
+"""`qarl_trl.quant.layers.frozen`: `Q(W) x + s B (A x)`, its gradients, what of the base is alive, its kernels."""
 
 import copy
 import gc
@@ -13,13 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qarl_trl.export import quantization_config, save_low_bit
-from qarl_trl.quant import apply_quantization, gemm, iter_low_bit_weights, quantize, quantized_modules, start
-from qarl_trl.quant.frozen import AdapterMatmul, adapter_tensors, align_adapters
-from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize, quantized_modules
+from qarl_trl.quant.gemms import gemm
+from qarl_trl.quant.layers.frozen import AdapterMatmul, adapter_tensors, align_adapters
+from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
-from qarl_trl.quant.start import load_master_weights, quantized_source
-from quant.layers import make_gradient
+from qarl_trl.quant.source import quantized_source
+from qarl_trl.quant.start import load_master_weights
 from quant.schemes import relative_error, same_bytes, same_tensors
+from quant.toy_layers import make_gradient
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -234,7 +236,7 @@ def test_no_second_matrix_of_the_base_is_ever_alive(checkpoint, scheme, source, 
     dequantize_counting = counting(quantize.dequantize)
     monkeypatch.setattr(gemm, "dequantize", dequantize_counting)
     monkeypatch.setattr(quantize, "dequantize", dequantize_counting)
-    monkeypatch.setattr(start, "quantize_weight", counting(start.quantize_weight))
+    monkeypatch.setattr("qarl_trl.quant.source.quantize_weight", counting(quantize.quantize_weight))
 
     with only_new_objects():
         model = frozen_model(folder, scheme)

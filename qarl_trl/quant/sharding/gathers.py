@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from .quantize import LowBitWeight
+from ..quantize import LowBitWeight
 from .shards import local_rows, unit_of, whole
 
 
@@ -29,7 +29,7 @@ _aten = torch.ops.aten
 _SAME_KIND = {op.default for op in (_aten.detach, _aten.alias, _aten.view, _aten.new_zeros)} | {_aten.slice.Tensor}
 
 
-def gathers_quantized(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> bool:
+def can_gather_quantized(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> bool:
     """Whether `ranks` processes have equal numbers of rows of a weight of `shape`, independent of each other's."""
     return ranks > 1 and shape[0] % ranks == 0 and unit_of(shape, ranks, scheme) is not None
 
@@ -90,7 +90,7 @@ class MasterShard(Tensor):
         call of a step quantizes the rows. The tensors must have the same sizes in every process and every call,
         because FSDP2 keeps the buffers: so processes with unequal numbers of rows cannot use it.
         """
-        if not gathers_quantized(outer_size, mesh.size(), module.scheme):
+        if not can_gather_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
                 f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. "
                 "Shard the model with as many as `gather_quantized` was told."
@@ -112,8 +112,8 @@ class MasterShard(Tensor):
         to free.
         """
         rows, size, sharded = metadata
-        # `outputs` are the rows of all processes, one after the other: `gathers_quantized` made sure that each process
-        # has equally many.
+        # `outputs` are the rows of all processes, one after the other: `can_gather_quantized` made sure
+        # that each process has equally many.
         weight = LowBitWeight(dict(zip(rows.data, outputs, strict=True)), rows.scheme)
 
         # FSDP2 keeps the parameter of its first gather, because gradients accumulate in its `grad`.
@@ -180,12 +180,12 @@ class GatheredWeight(Tensor):
 
 
 @torch.no_grad()  # else `to_local` returns a view
-def gathers_low_bit(weight: Tensor) -> bool:
+def is_master_shard(weight: Tensor) -> bool:
     """Whether FSDP2 shards `weight`, and gathers its quantized values instead of itself."""
     return isinstance(weight, DTensor) and isinstance(weight.to_local(), MasterShard)
 
 
-def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) -> None:
+def make_master_shards(layers: Iterable[Any], ranks: int, device: torch.device) -> None:
     """
     Make FSDP2 gather quantized values for `layers`. Call it before FSDP2 shards them.
 
@@ -206,7 +206,7 @@ def gather_quantized(layers: Iterable[Any], ranks: int, device: torch.device) ->
         for name, weight in list(layer.named_parameters(recurse=False)):
             # accelerate replaces master weights of another dtype, by `param.data = ...`.
             is_plain = type(weight) is nn.Parameter and weight.dtype == torch.float32
-            can_gather = name in layer.gatherable and gathers_quantized(weight.shape, ranks, layer.scheme)
+            can_gather = name in layer.gatherable and can_gather_quantized(weight.shape, ranks, layer.scheme)
             if is_plain and can_gather:
                 master = MasterShard(weight.detach(), name)
                 setattr(layer, name, nn.Parameter(master, requires_grad=weight.requires_grad))
@@ -220,7 +220,7 @@ def _load_as_master_shards(module: nn.Module, state_dict: dict[str, Tensor], pre
     # make FSDP2 gather whole weights from then on.
     for name, present in module.named_parameters(recurse=False):
         loaded = state_dict.get(prefix + name)
-        if isinstance(loaded, DTensor) and gathers_low_bit(present):
+        if isinstance(loaded, DTensor) and is_master_shard(present):
             state_dict[prefix + name] = DTensor.from_local(
                 MasterShard(local_rows(loaded), name),
                 loaded.device_mesh,

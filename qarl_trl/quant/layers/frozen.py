@@ -15,13 +15,12 @@ import torch
 from peft.tuners import lora
 from torch import Tensor, nn
 
+from ..names import base_model, checkpoint_modules, plain_name
+from ..quantize import LowBitWeight, quantize_weight
+from ..scheme import MASTER_CAST_DTYPE
+from ..sharding.shards import whole
 from .layer import LowBitLayer
 from .lora import LoraQuantLinear, check_adapters, factor_gradients
-from .names import base_model, checkpoint_modules, plain_name
-from .quantize import LowBitWeight, quantize_weight
-from .scheme import MASTER_CAST_DTYPE
-from .shards import whole
-from .store import low_bit_store
 
 
 class AdapterMatmul(torch.autograd.Function):
@@ -99,7 +98,7 @@ class FrozenLinear(LowBitLayer, nn.Linear):
     def weight_names(self) -> tuple[str, ...]:
         return ("weight",)
 
-    def sources_of(self, name: str) -> tuple[str, ...]:
+    def source_names(self, name: str) -> tuple[str, ...]:
         return ()
 
     @property
@@ -188,4 +187,5 @@ def align_adapters(model: nn.Module) -> None:
     for layer in frozen.values():
         if type(layer) is lora.Linear:
             layer.__class__ = AdaptedLinear
-    low_bit_store(model).attach(model)
+    for layer in frozen.values():
+        getattr(layer, "base_layer", layer).store.attach(model)

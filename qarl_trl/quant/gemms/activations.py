@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cuda_kernels import engine_operation
+from ..cuda_kernels import engine_operation
+from ..reference import FP8, FP8_MAX
 
 
-FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
 # vLLM's lower bound of a dynamic activation scale (1 / (448 * 512)): no division by zero for an all-zero token.
 FP8_MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 # vLLM's lower bound of the largest magnitude in a group of 128.

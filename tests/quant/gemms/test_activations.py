@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.activations`: the quantized values of the definition, and of vLLM's own operations."""
+"""`qarl_trl.quant.gemms.activations`: the quantized values of the definition, and of vLLM's own operations."""
 
 import weakref
 
@@ -6,7 +6,7 @@ import pytest
 import references
 import torch
 
-from qarl_trl.quant.activations import (
+from qarl_trl.quant.gemms.activations import (
     memoize_last,
     quantize_groups_fp8,
     quantize_tokens_fp8,

@@ -15,8 +15,8 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from .quantize import LowBitWeight, quantize_weight, rows_together
-from .scheme import MASTER_CAST_DTYPE, has_global_scale
+from ..quantize import LowBitWeight, quantize_weight, rows_together
+from ..scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
 def is_partitioned(param: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.matmul`: the straight-through gradients, and what is kept for the backward."""
+"""`qarl_trl.quant.layers.matmul`: the straight-through gradients, and what is kept for the backward."""
 
 import pytest
 import references
@@ -7,8 +7,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl_trl.quant import apply_quantization, low_bit_store
-from qarl_trl.quant.gemm import dequantize
-from quant.layers import (
+from qarl_trl.quant.quantize import dequantize
+from quant.schemes import NAMES, relative_error
+from quant.toy_layers import (
     OUT,
     make_gradient,
     make_input,
@@ -17,7 +18,6 @@ from quant.layers import (
     quantized_input,
     record_quantizations,
 )
-from quant.schemes import NAMES, relative_error
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from ..quantize import LowBitWeight
+from ..scheme import MASTER_CAST_DTYPE
+from ..sharding.shards import whole
 from .layer import LowBitLayer
-from .quantize import LowBitWeight
-from .scheme import MASTER_CAST_DTYPE
-from .shards import whole
 
 
 # Any other field of a LoraConfig may change what the layer computes. Fields of later peft versions count as such until
@@ -113,7 +113,7 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
             raise RuntimeError("The base would be sent or saved instead of the policy. Leave `disable_adapter()`.")
         return (self.adapter,)
 
-    def sources_of(self, name: str) -> tuple[str, ...]:
+    def source_names(self, name: str) -> tuple[str, ...]:
         """The base weight and, for an adapter, its two factors."""
         if not name:
             return ("base_layer.weight",)

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 
-from . import activations, reference
-from .activations import FP8, memoize_last
-from .quantize import LowBitWeight, dequantize
-from .scheme import effective_group_size, support_of
+from ..quantize import LowBitWeight, dequantize
+from ..reference import FP8, unpacked
+from ..scheme import effective_group_size, support_of
+from . import activations
+from .activations import memoize_last
 
 
 Bias = Tensor | None  # `(out,)`
@@ -174,7 +175,7 @@ class Int4Fp8Gemm(Fp8Gemm):
         # Divided by 8, so that the largest entry, 8 times the scale, is a float8 number.
         group_scale = (float8_scale.float() / 8).to(FP8).float()
 
-        quantized = reference.unpacked(weight.quantized, 4)
+        quantized = unpacked(weight.quantized, 4)
         groups = quantized.unflatten(-1, (group_scale.shape[-1], -1))
         entries = (groups * group_scale.unsqueeze(-1)).to(FP8)
         return entries.flatten(-2), channel_scale * 8

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.shards`: quantized values of sharded weights, in real processes, with the bytes they move."""
+"""`qarl_trl.quant.sharding.shards`: quantized values of sharded weights, in real processes; the bytes they move."""
 
 import math
 from unittest.mock import patch
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, quantized_modules, resolve_scheme
-from qarl_trl.quant.shards import quantize_shards
+from qarl_trl.quant.sharding.shards import quantize_shards
 from quant.schemes import NAMES, normal, same_bytes, same_tensors
 
 

@@ -6,15 +6,17 @@ asks the [`~qarl_trl.quant.store.LowBitStore`] of its model, and says what that 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
-from torch import Tensor
+from torch import Tensor, nn
 
-from .gemm import Bias, Gemm, GemmChoice
+from ..gemms.gemm import Bias, Gemm, GemmChoice
+from ..quantize import LowBitWeight
 from .matmul import LowBitMatmul, SourceGradients
-from .quantize import LowBitWeight
 
 
 # What `convert` adds to a module, and `restore` takes away.
@@ -36,6 +38,8 @@ class WeightOwner(Protocol):
     def weight_of(self, layer: LowBitLayer, name: str) -> LowBitWeight: ...
 
     def rows_of(self, layer: LowBitLayer, parameter: str) -> LowBitWeight: ...
+
+    def attach(self, model: nn.Module) -> None: ...
 
 
 class LowBitLayer:
@@ -95,9 +99,13 @@ class LowBitLayer:
         """The names of the layer's low-bit weights: those that sync and export send."""
         raise NotImplementedError
 
-    def sources_of(self, name: str) -> tuple[str, ...]:
+    def source_names(self, name: str) -> tuple[str, ...]:
         """The names, in this module, of the parameters that the low-bit weight `name` is made from."""
         return (name,)
+
+    def sources(self, name: str) -> list[Any]:
+        """Those parameters, or the tensors that `torch.func` or FSDP2 put in their places."""
+        return [attrgetter(source)(self) for source in self.source_names(name)]
 
     def to_quantize(self, name: str, *sources: Tensor) -> Tensor:
         """The matrix, or the stack of matrices, whose quantized form is the low-bit weight `name`."""
@@ -138,7 +146,7 @@ class LowBitLayer:
             x: Input `(..., in)`.
             name: One of the layer's low-bit weights, also one that sync and export do not send (LoRA's base).
             gemm: From `choose_gemm`.
-            sources: The tensors that get gradients, see [`~qarl_trl.quant.matmul.LowBitMatmul`].
+            sources: The tensors that get gradients, see [`~qarl_trl.quant.layers.matmul.LowBitMatmul`].
             bias: `(out,)` or `None`.
             source_gradients: Computes the gradients of several sources.
         """
@@ -158,3 +166,10 @@ class LowBitLayer:
     def __getstate__(self) -> dict[str, Any]:
         # A gemm may hold a kernel's own form of the weight: a copy of the layer chooses its own.
         return vars(self) | {"gemm": None}
+
+
+def quantized_modules(model: nn.Module) -> Iterator[tuple[str, LowBitLayer]]:
+    """The low-bit layers of `model` with their names, in module order."""
+    for name, module in model.named_modules():
+        if isinstance(module, LowBitLayer):
+            yield name, module

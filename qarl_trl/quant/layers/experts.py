@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig
 
-from .gathers import whole_weights
-from .grouped import ExpertsGemm
+from ..gemms.grouped import ExpertsGemm
+from ..names import checkpoint_modules
+from ..sharding.gathers import whole_weights
+from ..sharding.shards import shape_of
 from .layer import LowBitLayer
-from .names import checkpoint_modules
-from .shards import shape_of
 
 
 # The projections in the rows of each parameter, with the names that llm-compressor writes for every architecture. vLLM

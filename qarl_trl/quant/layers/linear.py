@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .gathers import whole_weights
+from ..sharding.gathers import whole_weights
 from .layer import LowBitLayer
 
 

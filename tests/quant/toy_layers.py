@@ -1,17 +1,34 @@
-"""A model of one low-bit linear layer, inputs for it, and the two factors of its product by other means."""
+"""A model of one low-bit linear layer, inputs for it, its product by other means; the layers of the `tiny_model`s."""
 
 import references
 import torch
 from torch import nn
 
-from qarl_trl.quant import activations, apply_quantization, quantize_weight, store
-from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant import apply_quantization, quantize_weight, quantized_modules, store
+from qarl_trl.quant.gemms import activations
+from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import support_of
 from quant.schemes import WEIGHT_ONLY
 
 
 IN = 128  # one group of W4A16
 OUT = 128  # one block of FP8_BLOCK
+# Of a `tiny_model`.
+LAYER = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+LINEARS = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in LAYER]
+
+
+def names_of(model):
+    """The names of the low-bit layers."""
+    return [name for name, _ in quantized_modules(model)]
 
 
 def make_model(scheme="W4A16", bias=False, dtype=torch.float32, **options):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..quantize import LowBitWeight
 from .gemm import ActivationGemm, Bias, CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Gemm, Saved
-from .quantize import LowBitWeight
 
 
 # Matrix products of all experts --------------------------------------------------------------------------------------

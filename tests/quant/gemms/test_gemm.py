@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.gemm`: matrix products and what they do to activations, against libraries and definitions."""
+"""`qarl_trl.quant.gemms.gemm`: matrix products and what they do to activations, against libraries and definitions."""
 
 import pytest
 import references
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
-from qarl_trl.quant.activations import (
+from qarl_trl.quant.gemms.activations import (
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
     quantize_tokens_int8_asymmetric,
 )
-from qarl_trl.quant.gemm import (
+from qarl_trl.quant.gemms.gemm import (
     CpuInt4Int8Gemm,
     Fp8BlockGemm,
     Fp8Gemm,

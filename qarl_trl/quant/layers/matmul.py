@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .activations import memoize_last
-from .gemm import Bias, Gemm
-from .quantize import LowBitWeight
+from ..gemms.activations import memoize_last
+from ..gemms.gemm import Bias, Gemm
+from ..quantize import LowBitWeight
 
 
 # Maps the gradient of the output `(tokens, out)`, the input `(tokens, in)` and the sources of the weight to the

@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.experts`: fused experts against transformers' forward, a loop of layers and a reference by token."""
+"""`qarl_trl.quant.layers.experts`: against transformers' forward, a loop of layers and a reference by token."""
 
 import pytest
 import references
@@ -19,13 +19,13 @@ from qarl_trl.quant import (
     quantized_modules,
     resolve_scheme,
 )
-from qarl_trl.quant.experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
-from qarl_trl.quant.gemm import Fp8Gemm, Int4Fp8Gemm, dequantize
-from qarl_trl.quant.grouped import ExpertsGemm
-from qarl_trl.quant.quantize import LowBitWeight
+from qarl_trl.quant.gemms.gemm import Fp8Gemm, Int4Fp8Gemm
+from qarl_trl.quant.gemms.grouped import ExpertsGemm
+from qarl_trl.quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
+from qarl_trl.quant.quantize import LowBitWeight, dequantize
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from quant.layers import record_quantizations
 from quant.schemes import NAMES, same_tensors
+from quant.toy_layers import record_quantizations
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 3]])

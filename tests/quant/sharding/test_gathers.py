@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.gathers`: FSDP2 trains by quantized values as by weights, bit for bit, in two processes.
+"""`qarl_trl.quant.sharding.gathers`: FSDP2 trains by quantized values as by weights, bit for bit, in two processes.
 
 They are real ones, and count the bytes that move.
 """
@@ -21,15 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from qarl_trl.quant import (
-    LowBitStore,
-    apply_quantization,
-    iter_low_bit_weights,
-    low_bit_store,
-    quantized_modules,
-    shards,
-)
-from qarl_trl.quant.gathers import GatheredWeight, MasterShard
+from qarl_trl.quant import LowBitStore, apply_quantization, iter_low_bit_weights, low_bit_store, quantized_modules
+from qarl_trl.quant.sharding import shards
+from qarl_trl.quant.sharding.gathers import GatheredWeight, MasterShard
 from qarl_trl.rollout.sync_check.learner_logps import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 

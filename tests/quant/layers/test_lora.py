@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.lora`: the merged weight and its three readers, gradients to A and B, and what is refused."""
+"""`qarl_trl.quant.layers.lora`: the merged weight and its three readers, gradients to A and B, and what is refused."""
 
 import copy
 
@@ -16,15 +16,16 @@ from qarl_trl.quant import (
     apply_quantization,
     iter_low_bit_weights,
     low_bit_store,
-    matmul,
     quantize_weight,
     remove_quantization,
 )
-from qarl_trl.quant.gemm import dequantize, plain_gemm
-from qarl_trl.quant.lora import merged_weight
+from qarl_trl.quant.gemms.gemm import plain_gemm
+from qarl_trl.quant.layers import matmul
+from qarl_trl.quant.layers.lora import merged_weight
+from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from quant.layers import make_gradient, make_input, quantized_input, record_quantizations
 from quant.schemes import relative_error, same_tensors
+from quant.toy_layers import make_gradient, make_input, quantized_input, record_quantizations
 
 
 SCHEMES = ["W4A16", "FP8_DYNAMIC"]
