@@ -24,8 +24,8 @@ from .learner_logps import LearnerLogps
 # In noise floors. Healthy engines had at most 1.4, on CPUs and on an H200.
 USUAL = 3.0
 # For experts whose inputs are not quantized: Marlin's W4A16 experts had 4.0 on the H200, on syncs that were right bit
-# for bit (A, B, A). Why is not known. Experts with 8-bit inputs had 1.3 there, and have at most 1.7 in learners with
-# ten times the roundings.
+# for bit (A, B, A). Why is not known. Learners with ten times the roundings have 2.7 to 6.0. Experts with 8-bit inputs
+# had 1.3 on the H200, and at most 2.0 with such roundings.
 USUAL_OF_WEIGHT_ONLY_EXPERTS = 6.0
 TENFOLD = 13.0
 # A share of the mismatch before the first sync.
