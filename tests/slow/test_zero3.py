@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from tools.plan.test_formulas import peak_bytes
+from tools.plan.runs import peak_bytes
 from transformers import TrainerCallback
 
 from qarl_trl.quant.names import base_model
@@ -379,7 +379,7 @@ def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
 
 def _planned_bytes(model: str, adapter: Any) -> dict[str, int]:
     """What each of two ranks keeps, by the formulas of dev/memory.md."""
-    skeleton = meta.skeleton(meta.read_config(model), torch.float32, adapter, plan="W4A16")
+    skeleton = meta.skeleton(meta.read_config(model), torch.float32, adapter, quantization="W4A16")
     parameters = meta.parameters(skeleton, "adamw_torch")
 
     # DeepSpeed cuts each parameter in two, the odd entry rounded up.

@@ -7,17 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...quant.scheme import gpu_generation, support_of
-from ...train import parse
-from ..report.runs import read_run
-from . import items
+from ....quant.scheme import gpu_generation, support_of
+from ...report.runs import read_run
+from ..gpus import Gpu
+from ..memory.engine import cache_tokens
+from ..memory.moments import best_utilization, fits, peaks
+from ..recipe import Options, quiet, read_settings
+from ..run import GIB, Hardware, Run
+from ..settings import batch_of, run_of
 from .batch import Batch
-from .costs import Gpu
+from .measured import Measured, check_same_run
+from .parts import NO_FIT, Parts, batch_seconds
 from .rollout import sequences_at_once
-from .run import GIB, Run
-from .settings import plan_batch, plan_run
-from .speed import NO_FIT, Measured, Parts, check_same, measured, seconds
-from .ways import quiet
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,8 @@ class Comparison:
 
 def compare(
     argv: Sequence[str],
-    gpus: int,
+    hardware: Hardware,
     gpu: Gpu,
-    memory: float,
-    sharding: str | None,
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
     measured_run: Path | None = None,
@@ -73,10 +72,8 @@ def compare(
 
     Args:
         argv: The recipe, as options of `qarl-trl train`.
-        gpus: Processes, with one GPU each.
-        gpu: The GPU.
-        memory: GiB of each.
-        sharding: `"ddp"` or `"fsdp2"`, for several GPUs; `None` means `"fsdp2"`.
+        hardware: The GPUs.
+        gpu: What the data sheet says of one.
         prompt_tokens: Mean tokens of a prompt; `None`: assumed.
         answer_tokens: Mean tokens of an answer; `None`: as measured, or assumed.
         measured_run: Folder of a run of this recipe, to whose times the estimates are fitted.
@@ -84,33 +81,36 @@ def compare(
     Raises:
         ValueError: if the recipe cannot work, or the folder is not that of such a run.
     """
-    _, settings, model_args = parse(argv, any_device=True)
-    run = plan_run(settings, model_args, gpus, memory, sharding)
-    batch = plan_batch(settings, gpus, prompt_tokens, answer_tokens)
+    settings, model_args = read_settings(argv)
+    run = run_of(settings, model_args, hardware)
+    batch = batch_of(settings, hardware.gpus, prompt_tokens, answer_tokens)
 
-    log = None
+    measured = None
     factors = NO_FIT
     if measured_run is not None:
-        log = measured(read_run(measured_run, measured_run.name).log, batch.updates)
-        check_same(run, log)
-        batch = replace(batch, answer_tokens=min(batch.longest, log.answer_tokens))
+        log = read_run(measured_run, measured_run.name).log
+        measured = Measured.from_log(log, batch.updates)
+        check_same_run(run, measured)
+
+        batch = replace(batch, answer_tokens=min(batch.longest, measured.answer_tokens))
         # Its cache was large enough, whatever the memory of the GPU that is named here.
-        factors = log.factors(seconds(run_that_fits(run), batch, gpu))
+        estimate = batch_seconds(run_that_fits(run), batch, gpu)
+        factors = measured.factors(estimate)
 
     arms = {}
-    with quiet():  # warnings would be about settings that are only tried
+    with quiet():
         for name, options in arms_of(settings).items():
-            arms[name] = _arm([*argv, *options.split()], gpus, gpu, memory, sharding, batch, factors)
+            arms[name] = _arm(argv, options, hardware, gpu, batch, factors)
 
     assumed = []
     if prompt_tokens is None:
         assumed.append("prompts")
-    if answer_tokens is None and log is None:
+    if answer_tokens is None and measured is None:
         assumed.append("answers")
-    return Comparison(arms, batch, factors, log, tuple(assumed))
+    return Comparison(arms, batch, factors, measured, tuple(assumed))
 
 
-def arms_of(settings: Any) -> dict[str, str]:
+def arms_of(settings: Any) -> dict[str, Options]:
     """
     The options of each arm, by its name: neighbours differ in one thing.
 
@@ -123,23 +123,21 @@ def arms_of(settings: Any) -> dict[str, str]:
     other = "W4A16" if scheme.startswith("FP8") else "FP8_DYNAMIC"
 
     # What the recipe itself names is not given again: it may be a file, or in the checkpoint.
-    quantized = "" if settings.quant_name == scheme else f"--quant_scheme {scheme}"
-    unfrozen = "--lora_base merged" if settings.frozen else ""
+    quantized = {} if settings.quant_name == scheme else {"quant_scheme": scheme}
+    unfrozen = {"lora_base": "merged"} if settings.frozen else {}
     return {
-        "bf16": f"--quant_scheme none {unfrozen}",
-        f"rollout-only {scheme}": f"{quantized} --quantize_learner false {unfrozen}",
-        f"QaRL {scheme}": f"{quantized} --quantize_learner true",
-        f"QaRL {other}": f"--quant_scheme {other} --quantize_learner true",
+        "bf16": {"quant_scheme": "none", **unfrozen},
+        f"rollout-only {scheme}": {**quantized, "quantize_learner": "false", **unfrozen},
+        f"QaRL {scheme}": {**quantized, "quantize_learner": "true"},
+        f"QaRL {other}": {"quant_scheme": other, "quantize_learner": "true"},
     }
 
 
-def _arm(
-    argv: Sequence[str], gpus: int, gpu: Gpu, memory: float, sharding: str | None, batch: Batch, factors: Parts
-) -> Arm:
+def _arm(argv: Sequence[str], options: Options, hardware: Hardware, gpu: Gpu, batch: Batch, factors: Parts) -> Arm:
     """One arm, or why there is none."""
     try:
-        _, settings, model_args = parse(argv, any_device=True)
-        run = plan_run(settings, model_args, gpus, memory, sharding)
+        settings, model_args = read_settings(argv, options)
+        run = run_of(settings, model_args, hardware)
     except ValueError as error:
         return Arm(note=f"refused: {str(error).splitlines()[0]}")
 
@@ -148,13 +146,13 @@ def _arm(
         return Arm(run, note=kernel)
 
     fitting = run_that_fits(run)
-    if not items.fits(fitting):
+    if not fits(fitting):
         return Arm(run, note=_why_not(run))
 
     note = ""
     if fitting is not run:
         note = f"{_why_not(run)}; shown with --vllm_gpu_memory_utilization {fitting.utilization:g}"
-    estimate = seconds(fitting, batch, gpu) * factors
+    estimate = batch_seconds(fitting, batch, gpu) * factors
     return Arm(fitting, estimate, sequences_at_once(fitting, batch), note)
 
 
@@ -165,19 +163,19 @@ def run_that_fits(run: Run) -> Run:
     Args:
         run: The run.
     """
-    if items.fits(run) or run.engine != "colocate":
+    if fits(run) or run.engine != "colocate":
         return run
-    share = items.best_utilization(run)
+    share = best_utilization(run)
     return replace(run, utilization=share) if share else run
 
 
 def _missing_kernel(settings: Any, gpu: Gpu) -> str:
     """Why vLLM has no kernel for a run's schemes on a GPU; empty if it has."""
-    plan = settings.quant_plan()
-    if plan is None:
+    quantization = settings.quant_plan()
+    if quantization is None:
         return ""
 
-    for scheme in plan.config_groups.values():
+    for scheme in quantization.config_groups.values():
         support = support_of(scheme)
         if gpu_generation(gpu.capability) not in support.gpus:
             return f"{support.name} needs {' or '.join(support.gpus) or 'a CPU'}"
@@ -187,9 +185,9 @@ def _missing_kernel(settings: Any, gpu: Gpu) -> str:
 def _why_not(run: Run) -> str:
     """Why a run does not fit as it stands."""
     reasons = []
-    peak = max(items.peaks(run).values())
+    peak = max(peaks(run).values())
     if peak > run.memory:
         reasons.append(f"needs {peak / GIB:.1f} of {run.memory / GIB:g} GiB")
-    if run.engine and items.cache_tokens(run) < run.tokens:
+    if run.engine and cache_tokens(run) < run.tokens:
         reasons.append("the cache does not hold one sequence")
     return ", ".join(reasons)

@@ -1,46 +1,11 @@
-"""The constants of the estimated seconds: what data sheets say of GPUs, and what operations cost. One place for all.
+"""The constants of the estimated seconds: what operations cost, all in one place.
 
-Only the standard library, so that `--help` is instant. dev/speed.md compares the estimates with measurements.
+What GPUs can do is in `gpus.py`. dev/speed.md compares the estimates with measurements.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """
-    A GPU, as its data sheet has it: dense products, without sparsity.
-
-    Attributes:
-        memory: GiB, as torch reports it.
-        capability: CUDA compute capability.
-        bandwidth: Bytes/s of its memory.
-        bf16: Flop/s of products in bfloat16 with float32 sums.
-        eight_bits: Flop/s of products of 8-bit numbers: float8, on Ampere int8.
-        link: Bytes/s to another GPU of the machine, in one direction: NVLink, or PCIe.
-        measured: Whether steps were measured on one, so that an estimate is surer.
-    """
-
-    memory: float
-    capability: tuple[int, int]
-    bandwidth: float
-    bf16: float
-    eight_bits: float
-    link: float
-    measured: bool = False
-
-
-# NVIDIA's data sheets and white papers (GA102, Ada, A100, H100 and H200). A100 of 80 GB, H100 and H200 are SXM.
-GPUS = {
-    "4090": Gpu(23.5, (8, 9), 1008e9, 165.2e12, 330.3e12, 32e9),
-    "a10": Gpu(22, (8, 6), 600e9, 125e12, 250e12, 32e9),
-    "l4": Gpu(22, (8, 9), 300e9, 121e12, 242e12, 32e9),
-    "a100": Gpu(79, (8, 0), 2039e9, 312e12, 624e12, 300e9),
-    "h100": Gpu(79, (9, 0), 3350e9, 989e12, 1979e12, 450e9),
-    "h200": Gpu(139, (9, 0), 4800e9, 989e12, 1979e12, 450e9, measured=True),
-}
 
 
 @dataclass(frozen=True)
@@ -104,17 +69,17 @@ class Costs:
     not_hidden: float = 0.2
     # TRL and the loss in each micro-batch: metrics, gathers, packing; fitted: the rest of an update of 1.5B (H200).
     micro_batch: float = 0.12
-    # Quantizing a weight, each time: 0.10 s of 196 (H200).
+    # Quantizing a weight, each time; fitted: 0.10 s of 196 (H200).
     quantize: float = 0.51e-3
 
     # Learner: bytes and products ------------------------------------------------------------------------------------
 
     between: float = 2.5  # times the bytes that a layer saves, which kernels between products read and write; counted
     between_backward: float = 1.7  # times those of a forward; counted
-    attention_backward: float = 2.5  # times the products of a forward
-    round_input: float = 1.5  # bytes of each input of a matrix that is rounded; half of the matrices share theirs
-    quantize_bytes: float = 10.5  # bytes of each weight that is quantized: read in float32, written, read again
-    adam_bytes: float = 28.0  # bytes of each trained entry in an optimizer step: weight, gradient, two moments
+    attention_backward: float = 2.5  # times the products of a forward: 5 where it has 2; counted
+    round_input: float = 1.5  # bytes of each input of a matrix that is rounded; half share theirs; counted
+    quantize_bytes: float = 10.5  # bytes of each quantized weight: read in float32, written, read again; counted
+    adam_bytes: float = 28.0  # bytes of each trained entry in a step: weight, gradient, two moments; counted
     muon_matrix: float = 0.3e-3  # a matrix in Muon: 45 kernels of 7 us; assumed
     paging: float = 25e9  # bytes/s between host and GPU (PCIe 4), for optimizers that are paged; assumed
 

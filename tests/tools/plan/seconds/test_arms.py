@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 
 from qarl_trl.cli import main
-from qarl_trl.tools.plan import items
-from qarl_trl.tools.plan.arms import compare
-from qarl_trl.tools.plan.costs import GPUS
-from qarl_trl.tools.plan.speed import NO_FIT, Parts, measured
+from qarl_trl.tools.plan.gpus import GPUS
+from qarl_trl.tools.plan.memory.engine import engine_bytes, synced_bytes
+from qarl_trl.tools.plan.memory.moments import fits
+from qarl_trl.tools.plan.run import Hardware
+from qarl_trl.tools.plan.seconds.arms import compare
+from qarl_trl.tools.plan.seconds.measured import Measured
+from qarl_trl.tools.plan.seconds.parts import NO_FIT, Parts
 
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[4] / "recipes"
 ONE_GPU = RECIPES / "one_gpu"
 LARGE = RECIPES / "qwen3-30b-a3b-base" / "w4a16_qarl_tbpo.yaml"
 SMALL = ONE_GPU / "qwen2.5-1.5b.yaml"
@@ -31,7 +34,7 @@ def plan(capsys, *argv):
 def arms_of(path, gpu, *argv, gpus=1, memory=None, **changes):
     """The comparison of a recipe on a GPU."""
     gib = GPUS[gpu].memory if memory is None else memory
-    return compare(["--config", str(path), *map(str, argv)], gpus, GPUS[gpu], gib, None, **changes)
+    return compare(["--config", str(path), *map(str, argv)], Hardware(gpus, gib), GPUS[gpu], **changes)
 
 
 def speeds(comparison):
@@ -50,7 +53,7 @@ def test_the_arms_of_a_recipe_differ_in_bits_alone():
     assert [*runs] == ["bf16", "rollout-only W4A16", "QaRL W4A16", "QaRL FP8_DYNAMIC"]
     assert [run.low_bit_forward for run in runs.values()] == [False, False, True, True]
 
-    engines = [items.engine_bytes(run) for run in runs.values()]
+    engines = [engine_bytes(run) for run in runs.values()]
     assert engines[0] > engines[3] > engines[1] == engines[2]
 
 
@@ -92,7 +95,7 @@ def test_an_arm_that_fits_with_another_share_is_shown_with_it():
     arms = arms_of(LARGE, "h100", gpus=8).arms
 
     assert "the cache does not hold one sequence; shown with --vllm_gpu_memory_utilization" in arms["bf16"].note
-    assert items.fits(arms["bf16"].run)
+    assert fits(arms["bf16"].run)
     assert not arms["QaRL W4A16"].note
 
 
@@ -213,7 +216,7 @@ def save(folder, rows):
 
 
 def test_a_measured_rollout_batch_is_the_mean_without_the_first():
-    run = measured(log_of(24), updates=8)
+    run = Measured.from_log(log_of(24), updates=8)
 
     assert run.seconds.rollout == pytest.approx(40.0)
     assert run.seconds.sync == pytest.approx(2.0)
@@ -221,9 +224,9 @@ def test_a_measured_rollout_batch_is_the_mean_without_the_first():
     assert run.answer_tokens == 600
 
     with pytest.raises(ValueError, match="after step 8"):
-        measured(log_of(8), updates=8)
+        Measured.from_log(log_of(8), updates=8)
     with pytest.raises(ValueError, match="with an engine"):
-        measured(log_of(16, rollout=0.0), updates=8)
+        Measured.from_log(log_of(16, rollout=0.0), updates=8)
 
 
 def test_a_fitted_estimate_of_the_run_itself_is_what_was_measured(tmp_path):
@@ -243,7 +246,7 @@ def test_a_fitted_estimate_of_the_run_itself_is_what_was_measured(tmp_path):
 
 
 def test_a_run_of_another_scheme_is_refused(tmp_path):
-    of_4_bits = items.synced_bytes(arms_of(SMALL, "4090").arms["QaRL W4A16"].run)
+    of_4_bits = synced_bytes(arms_of(SMALL, "4090").arms["QaRL W4A16"].run)
     folder = save(tmp_path, log_of(24, **{"sync/bytes": float(of_4_bits)}))
 
     arms_of(SMALL, "4090", measured_run=folder)

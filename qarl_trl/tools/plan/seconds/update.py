@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from .backward import layer_saved
+from ..gpus import Gpu
+from ..memory.backward import layer_saved
+from ..run import FLOAT32, Parameter, Run
 from .batch import Batch
-from .costs import COSTS, Costs, Gpu
+from .costs import COSTS, Costs
 from .optimizer import optimizer_seconds
-from .run import Parameter, Run
 from .weights import active_entries, kind_of, products_per_second
-
-
-FLOAT32 = 4  # bytes
 
 
 def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> float:
@@ -41,7 +39,9 @@ def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> fl
 @dataclass(frozen=True)
 class Learner:
     """
-    The passes of a micro-batch, each in seconds.
+    The passes of a micro-batch, in seconds.
+
+    Read `forward` and `backward` first: each adds up properties, which are grouped by what they are the seconds of.
 
     Attributes:
         run: The run.
@@ -66,12 +66,12 @@ class Learner:
     def backward(self) -> float:
         """A backward of a micro-batch, with the forward of each layer again if gradients are checkpointed."""
         costs = self.costs
-        trains_matrices = self._trains_matrices
-
         # The product that is the gradient of the input, and if the matrix is trained the one that is its own.
-        products = self._products_in_bf16 * (1 + trains_matrices)
+        products_of_a_matrix = 2 if self._trains_matrices else 1
+
+        products = products_of_a_matrix * self._products_in_bf16
         layers = products + costs.attention_backward * self._attention + costs.between_backward * self._between
-        head = self._head * (2 + trains_matrices)  # the fused head computes its logits again
+        head = (1 + products_of_a_matrix) * self._head  # the fused head computes its logits again
 
         on_gpu = self._tokens * (layers + head) + self._passes * self._dequantizing
         launching = self._passes * (costs.launch_backward * self._launch_layers + self._launch_low_bits)

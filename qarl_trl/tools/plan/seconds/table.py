@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import items
+from ..gpus import Gpu
+from ..memory.moments import peaks
+from ..run import GIB
 from .arms import Arm, Comparison
-from .costs import Gpu
-from .run import GIB
-from .speed import Parts
+from .parts import Parts
 
 
 # By how much a ratio may be wrong, as a factor each way. On an H200 those of dev/speed.md deviate by up to 1.08, but
@@ -59,7 +59,7 @@ def _row(name: str, arm: Arm, base: Parts | None, error: float) -> str:
 
     parts = arm.seconds
     times = f"{parts.rollout:9.1f}{parts.sync:8.2f}{parts.update:9.1f}{parts.sum:9.1f}"
-    memory = max(items.peaks(arm.run).values()) / GIB
+    memory = max(peaks(arm.run).values()) / GIB
     return f"{name:24}{times}   {_ratio(name, parts, base, error):22}{memory:6.1f}{arm.at_once:9}"
 
 

@@ -1,4 +1,4 @@
-"""What `qarl-trl plan` proposes: each way alone, and lines that are accepted as they stand and fit as they say."""
+"""What saves memory: each lever alone, and lines that are accepted as they stand and fit as they say."""
 
 import logging
 import re
@@ -9,26 +9,34 @@ import pytest
 from trl import get_peft_config
 
 from qarl_trl import cli
-from qarl_trl.tools.plan import items, ways
-from qarl_trl.tools.plan.costs import GPUS
-from qarl_trl.tools.plan.run import GIB
-from qarl_trl.tools.plan.ways import explore, join_options
+from qarl_trl.tools.plan.gpus import GPUS
+from qarl_trl.tools.plan.memory import advice
+from qarl_trl.tools.plan.memory.advice import advise
+from qarl_trl.tools.plan.memory.engine import cache_tokens, engine_bytes, synced_bytes
+from qarl_trl.tools.plan.memory.learner import host_bytes, optimizer_state
+from qarl_trl.tools.plan.memory.moments import fits, moments, peaks
+from qarl_trl.tools.plan.run import GIB, Hardware
 from qarl_trl.train import parse
 from qarl_trl.validate import check_arguments
 
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[4] / "recipes"
 ONE_GPU = RECIPES / "one_gpu"
 FROZEN = ONE_GPU / "qwen2.5-7b_frozen.yaml"
 
 
-def plan_of(path, gpu, *argv):
-    """The plan of a recipe with more options, on one GPU."""
-    return explore(["--config", str(path), *argv], 1, GPUS[gpu].memory, None)
+def advice_for(path, gpu, *argv):
+    """What `plan` says of a recipe with more options, on one GPU."""
+    return advise(["--config", str(path), *argv], Hardware(1, GPUS[gpu].memory))
 
 
 def peak(run):
-    return max(items.peaks(run).values())
+    return max(peaks(run).values())
+
+
+def trial_of(advised, name):
+    """The trial of a lever."""
+    return next(trial for trial in advised.alone if trial.lever.name == name)
 
 
 @pytest.fixture(autouse=True)
@@ -54,11 +62,11 @@ def test_a_recipe_for_one_gpu_fits_and_says_in_what(path, capsys):
     """Also `train --dry_run` takes it."""
     hardware = path.read_text().splitlines()[2]
     gpu = re.search(r"--gpu (\w+)", hardware)[1]
-    run = plan_of(path, gpu).run
+    run = advice_for(path, gpu).run
 
-    assert items.fits(run)
+    assert fits(run)
     # Room for 16 of the longest rows at once: with fewer, rollouts would be slow.
-    assert run.tokens * 16 <= items.cache_tokens(run)
+    assert run.tokens * 16 <= cache_tokens(run)
     assert hardware.endswith(f": {peak(run) / GIB:.1f} GiB of {GPUS[gpu].memory}.")
 
     cli.main(["train", "--config", str(path), "--dry_run"])
@@ -90,20 +98,21 @@ def options_that_must_be_needed(line):
 )
 def test_proposed_lines_are_accepted_as_they_stand_and_fit_as_they_say(path, gpu, proposed, capsys):
     path = RECIPES / f"{path}.yaml"
-    plan = plan_of(path, gpu)
+    advised = advice_for(path, gpu)
     before = accepted(path, "")
 
-    assert not items.fits(plan.run)
-    assert len(plan.together) == proposed
+    assert not fits(advised.run)
+    assert len(advised.together) == proposed
 
-    for line, run in plan.together.items():
+    for fitting in advised.together:
+        line = fitting.text
         words = line.split()
 
         # The line is enough as it stands.
-        planned_again = plan_of(path, gpu, *words)
-        assert items.fits(planned_again.run)
-        assert peak(planned_again.run) == peak(run)
-        assert not planned_again.together
+        advised_again = advice_for(path, gpu, *words)
+        assert fits(advised_again.run)
+        assert peak(advised_again.run) == peak(fitting.run)
+        assert not advised_again.together
 
         # It changes what a pass takes, not what an update sees.
         assert completions(accepted(path, line)) == completions(before)
@@ -113,7 +122,7 @@ def test_proposed_lines_are_accepted_as_they_stand_and_fit_as_they_say(path, gpu
         for name in options_that_must_be_needed(line):
             at = words.index(name)
             without = [*words[:at], *words[at + 2 :]]
-            assert not items.fits(plan_of(path, gpu, *without).run), name
+            assert not fits(advice_for(path, gpu, *without).run), name
     capsys.readouterr()
 
 
@@ -125,36 +134,32 @@ def test_what_a_recipe_excludes_is_not_proposed(tmp_path):
     def proposed(content):
         path = tmp_path / "recipe.yaml"
         path.write_text(content)
-        plan = plan_of(path, "4090", "--vllm_max_model_length", "9216", "--max_tokens_per_pass", "9216")
-        return " ".join(plan.together)
+        advised = advice_for(path, "4090", "--vllm_max_model_length", "9216", "--max_tokens_per_pass", "9216")
+        return " ".join(fitting.text for fitting in advised.together)
 
     assert "--steps_per_generation" in proposed(steps)
     assert "--steps_per_generation" not in proposed(batch)
-
-
-def test_of_an_option_that_comes_twice_the_last_value_counts():
-    assert join_options(["--a 1 --b 2", "", "--a 3"]) == "--a 3 --b 2"
 
 
 def test_warnings_are_logged_again_after_an_error(monkeypatch):
     def fail(*args):
         raise OSError("disk")
 
-    monkeypatch.setattr(ways, "_take_each_alone", fail)
+    monkeypatch.setattr(advice, "try_each_alone", fail)
     with pytest.raises(OSError, match="disk"):
-        plan_of(ONE_GPU / "qwen2.5-0.5b.yaml", "4090")
+        advice_for(ONE_GPU / "qwen2.5-0.5b.yaml", "4090")
 
     assert logging.getLogger("qarl_trl").isEnabledFor(logging.WARNING)
 
 
-# Each way alone -----------------------------------------------------------------------------------------------------
+# Each lever alone ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def wasteful():
-    """The plan of a run that keeps the engine awake and all activations."""
+    """What `plan` says of a run that keeps the engine awake and all activations."""
     options = ["--vllm_enable_sleep_mode", "false", "--gradient_checkpointing", "false"]
-    return plan_of(ONE_GPU / "qwen2.5-0.5b.yaml", "4090", *options)
+    return advice_for(ONE_GPU / "qwen2.5-0.5b.yaml", "4090", *options)
 
 
 @pytest.mark.parametrize(
@@ -168,40 +173,40 @@ def wasteful():
         ("LoRA, frozen base", "rollout"),
     ],
 )
-def test_each_way_alone_saves_memory(wasteful, name, moment):
-    way = wasteful.alone[name]
+def test_each_lever_alone_saves_memory(wasteful, name, moment):
+    trial = trial_of(wasteful, name)
 
-    assert items.peaks(way.run)[moment] < items.peaks(wasteful.run)[moment]
-    accepted(ONE_GPU / "qwen2.5-0.5b.yaml", way.text)
-
-
-def test_a_way_that_is_refused_says_why(wasteful):
-    way = wasteful.alone["Liger kernels"]
-
-    assert way.run is None
-    assert "neither low-bit layers nor TBPO" in way.text
+    assert peaks(trial.run)[moment] < peaks(wasteful.run)[moment]
+    accepted(ONE_GPU / "qwen2.5-0.5b.yaml", trial.lever.text)
 
 
-def test_liger_kernels_are_a_way_without_low_bit_layers():
+def test_a_lever_that_is_refused_says_why(wasteful):
+    trial = trial_of(wasteful, "Liger kernels")
+
+    assert trial.run is None
+    assert "neither low-bit layers nor TBPO" in trial.refusal
+
+
+def test_liger_kernels_are_a_lever_without_low_bit_layers():
     recipe = ONE_GPU / "qwen2.5-0.5b.yaml"
     plain = "--quant_scheme none --loss_type grpo"
-    way = plan_of(recipe, "4090", *plain.split()).alone["Liger kernels"]
+    trial = trial_of(advice_for(recipe, "4090", *plain.split()), "Liger kernels")
 
-    assert way.run is not None
-    assert accepted(recipe, f"{plain} {way.text}").use_liger_kernel
+    assert trial.run is not None
+    assert accepted(recipe, f"{plain} {trial.lever.text}").use_liger_kernel
 
 
 def test_moments_in_8_bits():
     """Two bytes an entry, and a float32 scale for 256 of a moment; embeddings in float32; on the host if paged."""
-    alone = plan_of(ONE_GPU / "qwen2.5-0.5b.yaml", "4090").alone
-    on_gpu = alone["AdamW in 8 bits"].run
-    paged = alone["the same, kept on the host"].run
+    advised = advice_for(ONE_GPU / "qwen2.5-0.5b.yaml", "4090")
+    on_gpu = trial_of(advised, "AdamW in 8 bits").run
+    paged = trial_of(advised, "the same, kept on the host").run
 
     embedding = 151936 * 896
     others = 494_032_768 - embedding
-    assert items.optimizer_state(on_gpu) == pytest.approx(8 * embedding + others * (2 + 8 / 256), rel=1e-6)
-    assert items.optimizer_state(paged) == 0
-    assert items.optimizer_state(paged, paged=True) == items.optimizer_state(on_gpu)
+    assert optimizer_state(on_gpu) == pytest.approx(8 * embedding + others * (2 + 8 / 256), rel=1e-6)
+    assert optimizer_state(paged) == 0
+    assert optimizer_state(paged, paged=True) == optimizer_state(on_gpu)
 
 
 # A frozen base ------------------------------------------------------------------------------------------------------
@@ -210,19 +215,19 @@ def test_moments_in_8_bits():
 def test_a_frozen_base_is_not_proposed_where_a_run_refuses_it():
     server = ["--vllm_mode", "server", "--sync_folder", "s", "--vllm_enable_sleep_mode", "false"]
     with pytest.raises(ValueError, match="and vllm_mode='colocate'"):
-        explore(["--config", str(FROZEN), *server], 1, 80, None)
+        advise(["--config", str(FROZEN), *server], Hardware(1, 80))
 
     # 12 GiB are too few, so that options are looked for.
-    merged = explore(["--config", str(FROZEN), *server, "--lora_base", "merged"], 1, 12, None)
-    assert "frozen" not in " ".join(merged.together)
+    merged = advise(["--config", str(FROZEN), *server, "--lora_base", "merged"], Hardware(1, 12))
+    assert "frozen" not in " ".join(fitting.text for fitting in merged.together)
 
 
 def test_each_gpu_has_the_whole_frozen_base():
     """Also under FSDP2, which shards parameters: embeddings, norms and the adapter."""
 
     def backward(sharding):
-        run = explore(["--config", str(FROZEN)], 8, 80, sharding).run
-        return items.moments(run)["backward"]
+        run = advise(["--config", str(FROZEN)], Hardware(8, 80, sharding)).run
+        return moments(run)["backward"]
 
     assert backward("fsdp2")["quantized values"] == backward("ddp")["quantized values"]
     assert backward("fsdp2")["master weights"] < backward("ddp")["master weights"] / 7
@@ -230,18 +235,18 @@ def test_each_gpu_has_the_whole_frozen_base():
 
 def test_a_frozen_base_is_its_low_bits_and_syncs_its_adapter():
     awake = ["--vllm_enable_sleep_mode", "false"]
-    frozen = plan_of(FROZEN, "a100", *awake).run
-    merged = plan_of(FROZEN, "a100", *awake, "--lora_base", "merged").run
+    frozen = advice_for(FROZEN, "a100", *awake).run
+    merged = advice_for(FROZEN, "a100", *awake, "--lora_base", "merged").run
 
     # Qwen2.5-7B has 28 layers with hidden size 3584, keys and values of size 512, and an MLP of 18944. The rank is 32.
     matrices = 28 * (3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944)
     adapter = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
 
-    assert items.synced_bytes(frozen) == 2 * adapter
-    assert items.engine_bytes(frozen) == items.synced_bytes(merged) + 2 * adapter
+    assert synced_bytes(frozen) == 2 * adapter
+    assert engine_bytes(frozen) == synced_bytes(merged) + 2 * adapter
 
     def master_weights(run):
-        return items.moments(run)["rollout"]["master weights"]
+        return moments(run)["rollout"]["master weights"]
 
     assert master_weights(merged) - master_weights(frozen) == 2 * matrices
-    assert items.host_bytes(frozen) < 0.5 * items.host_bytes(merged)
+    assert host_bytes(frozen) < 0.5 * host_bytes(merged)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .costs import Costs, Gpu
-from .run import Parameter, Run
+from ..gpus import Gpu
+from ..run import Parameter, Run
+from .costs import Costs
 
 
 def kind_of(parameter: Parameter) -> str:

@@ -6,13 +6,17 @@ The formulas are estimates. tests/tools/plan/test_formulas.py compares their sum
 
 from __future__ import annotations
 
-from .run import Parameter, Run
+from ..run import FLOAT32, Parameter, Run
 
 
 # Size of the one tile of logits in memory, tokens by vocabulary, in TRL's `kernels/chunked_logprob.py`, which never
 # computes all logits at once.
 TILE = (4096, 32768)
-FLOAT32 = 4  # bytes
+# Bytes of the gradients in a layer, as a share of the bytes that it saves. Measured with torch's CPU allocator, as
+# tests/tools/plan/memory/test_backward.py does.
+GRADIENT_SHARE = 0.3
+# The same where it dequantizes quantized inputs.
+GRADIENT_SHARE_OF_QUANTIZED_INPUTS = 0.9
 
 
 def activations(run: Run) -> int:
@@ -148,10 +152,9 @@ def _head_work(run: Run) -> int:
 
 def _layer_work(run: Run) -> float:
     """Bytes of the gradients in one layer, and of one matrix."""
-    # Gradients in a layer take about 0.3 of what it saves, 0.9 if it dequantizes quantized inputs (measured).
-    share = 0.3
+    share = GRADIENT_SHARE
     if run.low_bit_forward and any(parameter.rounds_inputs for parameter in run.parameters):
-        share = 0.9
+        share = GRADIENT_SHARE_OF_QUANTIZED_INPUTS
 
     gradients = share * layer_saved(run)
     # With checkpointing the layer is computed again. It saves all but its checkpoint, which `activations` has counted.

@@ -9,15 +9,16 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan.batch import Batch, answer_lengths
-from qarl_trl.tools.plan.costs import COSTS, GPUS, Costs, Gpu
-from qarl_trl.tools.plan.rollout import rollout_seconds, sequences_at_once
+from qarl_trl.tools.plan.gpus import GPUS, Gpu
+from qarl_trl.tools.plan.memory.engine import cache_tokens, engine_weights, token_bytes
 from qarl_trl.tools.plan.run import GIB
-from qarl_trl.tools.plan.speed import seconds
-from qarl_trl.tools.plan.sync import sync_seconds
-from qarl_trl.tools.plan.update import Learner, update_seconds
+from qarl_trl.tools.plan.seconds.batch import Batch, answer_lengths
+from qarl_trl.tools.plan.seconds.costs import COSTS, Costs
+from qarl_trl.tools.plan.seconds.parts import batch_seconds
+from qarl_trl.tools.plan.seconds.rollout import rollout_seconds, sequences_at_once
+from qarl_trl.tools.plan.seconds.sync import sync_seconds
+from qarl_trl.tools.plan.seconds.update import Learner, update_seconds
 from tools.plan.runs import example_run
 
 
@@ -98,7 +99,7 @@ def test_a_large_batch_is_bound_by_its_products():
     batch = batch_of(answers=512, tokens=10, prompt=0)
 
     products = 512 * 2 * MATRICES / 1e14
-    cached = 512 * 5 * items.token_bytes(run) / 1e12
+    cached = 512 * 5 * token_bytes(run) / 1e12
     rest = (2 * HEAD + 512 * 16 * 151936) / 1e12
 
     assert products > 2 * MATRICES / 1e12  # control: else it would be the weights' bytes
@@ -112,7 +113,7 @@ def test_half_a_cache_takes_two_waves():
     run = run_of("Qwen/Qwen3-8B")
     batch = batch_of(answers=64, tokens=500, prompt=0)
     # A sequence holds 250 tokens in the mean: 32 of them, and the longest row.
-    half = replace(run, utilization=(items.engine_weights(run) + 3 * GIB + 8000 * items.token_bytes(run)) / run.memory)
+    half = replace(run, utilization=(engine_weights(run) + 3 * GIB + 8000 * token_bytes(run)) / run.memory)
 
     assert sequences_at_once(run, batch) == 64
     assert sequences_at_once(half, batch) in (31, 32)
@@ -124,7 +125,7 @@ def test_half_a_cache_takes_two_waves():
 def test_a_cache_without_room_for_a_row_holds_no_sequence():
     run = run_of("Qwen/Qwen3-8B", utilization=0.13)
 
-    assert items.cache_tokens(run) < run.tokens
+    assert cache_tokens(run) < run.tokens
     assert sequences_at_once(run, batch_of()) == 0
     assert sequences_at_once(replace(run, utilization=0.2), batch_of()) > 0  # control
 
@@ -138,7 +139,7 @@ def test_a_step_reads_the_experts_that_some_token_uses():
         batch = batch_of(answers, tokens=2, prompt=0, prompts=1)
         return rollout_seconds(run, batch, ROUND, FREE) / 2
 
-    cached = items.token_bytes(run) / 1e12
+    cached = token_bytes(run) / 1e12
     sampled = 16 * 151936 / 1e12
     two = step(2) - step(1) - cached - sampled
 
@@ -267,7 +268,7 @@ def test_a_sync_of_experts_counts_each_matrix():
 
 # Measured on an H200 ------------------------------------------------------------------------------------------------
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "h200" / "bench_gpu_step.jsonl"
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "h200" / "bench_gpu_step.jsonl"
 ARMS = {
     ("qwen2.5-1.5b", "bf16"): {"name": "Qwen/Qwen2.5-1.5B"},
     ("qwen2.5-1.5b", "rollout-only W4A16"): {"name": "Qwen/Qwen2.5-1.5B", "scheme": "W4A16", "learner": False},
@@ -295,7 +296,7 @@ def measured_steps():
 
 
 def estimated_steps(costs=COSTS):
-    return {key: seconds(run_of(**arm), batch_of(), H200, costs) for key, arm in ARMS.items()}
+    return {key: batch_seconds(run_of(**arm), batch_of(), H200, costs) for key, arm in ARMS.items()}
 
 
 def test_parts_and_sums_are_near_those_of_an_h200():
@@ -362,8 +363,8 @@ def _without_head(run):
 def test_a_better_gpu_is_never_slower(field, scheme):
     run = run_of("Qwen/Qwen3-8B", scheme)
     better = replace(H200, **{field: 2 * getattr(H200, field)})
-    before = seconds(run, batch_of(), H200)
-    after = seconds(run, batch_of(), better)
+    before = batch_seconds(run, batch_of(), H200)
+    after = batch_seconds(run, batch_of(), better)
 
     for part in ("rollout", "sync", "update"):
         assert getattr(after, part) <= getattr(before, part)
@@ -388,17 +389,17 @@ def test_every_constant_counts_in_some_run(field):
     slower = replace(COSTS, **{field: getattr(COSTS, field) * 3})
     batch = batch_of(updates=2)
 
-    assert any(seconds(run, batch, H200, slower).sum != seconds(run, batch, H200).sum for run in runs)
+    assert any(batch_seconds(run, batch, H200, slower).sum != batch_seconds(run, batch, H200).sum for run in runs)
 
 
 def test_more_answers_and_longer_ones_take_longer():
     run = run_of("Qwen/Qwen3-8B", "W4A16")
-    base = seconds(run, batch_of(), H200)
+    base = batch_seconds(run, batch_of(), H200)
 
-    assert seconds(run, batch_of(answers=128), H200).sum > base.sum
-    assert seconds(run, batch_of(tokens=530), H200).sum > base.sum
+    assert batch_seconds(run, batch_of(answers=128), H200).sum > base.sum
+    assert batch_seconds(run, batch_of(tokens=530), H200).sum > base.sum
     # A batch that is twice as large does not sample for twice as long.
-    assert seconds(run, batch_of(answers=128), H200).rollout < 1.9 * base.rollout
+    assert batch_seconds(run, batch_of(answers=128), H200).rollout < 1.9 * base.rollout
 
 
 def test_long_answers_of_a_large_model_gain_by_4_bits_and_a_small_model_does_not():
@@ -430,7 +431,7 @@ def rows_of_the_page():
 
 
 def test_the_page_has_the_estimates_beside_what_was_measured():
-    page = (Path(__file__).parents[3] / "dev" / "speed.md").read_text()
+    page = (Path(__file__).parents[4] / "dev" / "speed.md").read_text()
 
     rows = [*rows_of_the_page()]
     assert len(rows) == 6

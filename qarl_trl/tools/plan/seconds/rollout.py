@@ -7,16 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from . import items
+from ..gpus import Gpu
+from ..memory.engine import cache_tokens, token_bytes
+from ..run import BFLOAT16, FLOAT32, Parameter, Run
 from .batch import Batch, answer_lengths
-from .costs import COSTS, Costs, Gpu
-from .run import Parameter, Run
+from .costs import COSTS, Costs
 from .weights import active_entries, expert_share, is_expert, kind_of, products_per_second
 
 
-BFLOAT16 = 2  # bytes
-# Bytes of the logits and probabilities of a token, for each word, that sampling reads and writes: four float32 copies.
-SAMPLING = 16
+# Bytes for each word of the vocabulary that sampling a token reads and writes: logits and probabilities, four float32
+# copies; counted.
+SAMPLING = 4 * FLOAT32
 
 
 def engines(run: Run) -> int:
@@ -37,7 +38,7 @@ def sequences_at_once(run: Run, batch: Batch) -> int:
         run: The run.
         batch: Its rollout batch.
     """
-    capacity = items.cache_tokens(run)
+    capacity = cache_tokens(run)
     if capacity < run.tokens:
         return 0
 
@@ -61,14 +62,26 @@ def rollout_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> f
         gpu: The GPU.
         costs: What operations cost.
     """
+    return _prefill_seconds(run, batch, gpu, costs) + _decoding_seconds(run, batch, gpu, costs)
+
+
+def _prefill_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs) -> float:
+    """Seconds for the prompts, each of which is computed once."""
+    tokens = batch.prompts * batch.prompt_tokens / engines(run)
+    flops = 2 * sum(active_entries(run, parameter) for parameter in run.in_layers)
+    return tokens * flops / run.engine_ranks / (gpu.bf16 * costs.bf16_share)
+
+
+def _decoding_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs) -> float:
+    """Seconds from the first token of an answer to the end of the last answer."""
     step = _DecodingStep.of(run, gpu, costs)
     answers = math.ceil(batch.answers / engines(run))
     waiting = answer_lengths(answers, batch.answer_tokens, batch.longest)
     places = sequences_at_once(run, batch)
 
-    seconds = _prefill_seconds(run, batch, gpu, costs)
+    seconds = 0.0
     running: list[tuple[int, int]] = []  # the step at which an answer ends, and its length
-    now = 0
+    now = 0  # steps
     held = 0.0  # tokens in the cache
     while waiting or running:
         while waiting and len(running) < places:
@@ -87,11 +100,25 @@ def rollout_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> f
     return seconds
 
 
-def _prefill_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs) -> float:
-    """Seconds for the prompts, each of which is computed once."""
-    tokens = batch.prompts * batch.prompt_tokens / engines(run)
-    flops = 2 * sum(active_entries(run, parameter) for parameter in run.in_layers)
-    return tokens * flops / run.engine_ranks / (gpu.bf16 * costs.bf16_share)
+@dataclass(frozen=True)
+class _Products:
+    """
+    The products of a decoding step with weights of one kind, in seconds.
+
+    Attributes:
+        read_dense: To read the weights that every token uses.
+        read_experts: To read the weights of all experts.
+        multiply: To multiply one token by what it uses.
+    """
+
+    read_dense: float
+    read_experts: float
+    multiply: float
+
+    def seconds(self, count: int, touched: float) -> float:
+        """For `count` tokens, of which some use the share `touched` of the experts."""
+        reading = self.read_dense + touched * self.read_experts
+        return max(reading, count * self.multiply)
 
 
 @dataclass(frozen=True)
@@ -100,24 +127,25 @@ class _DecodingStep:
     One decoding step of an engine, on each of its GPUs.
 
     Attributes:
-        products: For each kind of weights the seconds to read those that every token uses, to read all experts, and
-            to multiply by one token.
+        products: Those with each kind of weights.
         expert_share: Share of the experts that a token uses; 1 for a dense model.
         cached_token: Seconds to read keys and values of a token.
         head: Seconds to read the output layer.
         sampled_token: Seconds to sample a token.
         kernels: Seconds that kernels take beside what they move and multiply.
-        processor: Processor seconds of a step, and of each sequence in it.
+        processor_step: Processor seconds of a step.
+        processor_token: Processor seconds of each sequence in it.
         overlaps: Whether the processor prepares the next step meanwhile.
     """
 
-    products: list[tuple[float, float, float]]
+    products: list[_Products]
     expert_share: float
     cached_token: float
     head: float
     sampled_token: float
     kernels: float
-    processor: tuple[float, float]
+    processor_step: float
+    processor_token: float
     overlaps: bool
 
     @classmethod
@@ -127,14 +155,15 @@ class _DecodingStep:
         words = run.config.vocab_size
         served = [parameter for parameter in run.in_layers if run.frozen or not parameter.in_adapter]
         return cls(
-            products=list(_products(run, served, gpu, costs, bandwidth)),
+            products=_products(run, served, gpu, costs, bandwidth),
             expert_share=expert_share(run),
             # Each rank reads the heads that it has.
-            cached_token=items.token_bytes(run) / (gpu.bandwidth * costs.bandwidth_share),
+            cached_token=token_bytes(run) / (gpu.bandwidth * costs.bandwidth_share),
             head=BFLOAT16 * words * run.config.hidden_size / bandwidth,
             sampled_token=SAMPLING * words / (gpu.bandwidth * costs.bandwidth_share),
             kernels=_kernel_seconds(run, served, costs),
-            processor=(costs.engine_step, costs.engine_token),
+            processor_step=costs.engine_step,
+            processor_token=costs.engine_token,
             # A colocated engine runs in the trainer's process: scheduler and GPU take turns (measured on an H200).
             overlaps=run.engine == "server",
         )
@@ -142,21 +171,22 @@ class _DecodingStep:
     def seconds(self, count: int, held: float) -> float:
         """Seconds of a step of `count` sequences, which hold `held` tokens in the cache."""
         touched = 1 - (1 - self.expert_share) ** count  # share of the experts that some token uses
-        products = sum(max(dense + touched * experts, count * multiply) for dense, experts, multiply in self.products)
+        products = sum(of_kind.seconds(count, touched) for of_kind in self.products)
 
         on_gpu = products + held * self.cached_token + self.head + count * self.sampled_token + self.kernels
-        on_processor = self.processor[0] + count * self.processor[1]
-        return max(on_gpu, on_processor) if self.overlaps else on_gpu + on_processor
+        on_processor = self.processor_step + count * self.processor_token
+        if self.overlaps:
+            return max(on_gpu, on_processor)
+        return on_gpu + on_processor
 
 
-def _products(
-    run: Run, served: Iterable[Parameter], gpu: Gpu, costs: Costs, bandwidth: float
-) -> Iterable[tuple[float, float, float]]:
-    """For each kind of weights: seconds to read the dense ones, all experts, and to multiply by a token."""
+def _products(run: Run, served: Iterable[Parameter], gpu: Gpu, costs: Costs, bandwidth: float) -> list[_Products]:
+    """The products with each kind of weights; `bandwidth` is that of all GPUs of an engine, in bytes/s."""
     by_kind: dict[str, list[Parameter]] = {}
     for parameter in served:
         by_kind.setdefault(kind_of(parameter), []).append(parameter)
 
+    products = []
     for kind, parameters in by_kind.items():
         dense = 0.0
         experts = 0.0
@@ -169,7 +199,8 @@ def _products(
                 dense += size
             flops += 2 * active_entries(run, parameter)
         speed = products_per_second(kind, gpu, costs) * run.engine_ranks
-        yield dense / bandwidth, experts / bandwidth, flops / speed
+        products.append(_Products(dense / bandwidth, experts / bandwidth, flops / speed))
+    return products
 
 
 def _kernel_seconds(run: Run, served: Iterable[Parameter], costs: Costs) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from . import items
-from .costs import COSTS, Costs, Gpu
-from .run import Parameter, Run
+from ..gpus import Gpu
+from ..memory.engine import synced_bytes
+from ..run import Parameter, Run
+from .costs import COSTS, Costs
 from .weights import is_expert, kind_of
 
 
@@ -26,7 +27,7 @@ def sync_seconds(run: Run, gpu: Gpu, costs: Costs = COSTS) -> float:
             continue
         seconds += _sync_seconds_of(parameter, costs)
 
-    size = items.synced_bytes(run)
+    size = synced_bytes(run)
     seconds += costs.sync_copies * size / run.engine_ranks / (gpu.bandwidth * costs.bandwidth_share)
     if run.fsdp2:  # each GPU gathers what it does not have
         seconds += size / (gpu.link * costs.link_share)

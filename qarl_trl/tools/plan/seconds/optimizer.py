@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import items
-from .costs import Costs, Gpu
-from .run import Parameter, Run
+from ..gpus import Gpu
+from ..memory.learner import optimizer_state, trained_bytes
+from ..run import Parameter, Run
+from .costs import Costs
 from .weights import is_expert
 
 
-# Newton-Schulz iterations of Muon.
+# Newton-Schulz iterations of Muon: torch's default (`torch.optim.Muon`, `ns_steps`), which `optim.py` keeps.
 ITERATIONS = 5
 
 
@@ -32,9 +33,9 @@ def optimizer_seconds(run: Run, gpu: Gpu, costs: Costs) -> float:
             share = local / parameter.entries
             seconds += share * _muon_seconds(parameter, gpu, costs)
 
-    seconds += 2 * items.optimizer_state(run, paged=True) / costs.paging
+    seconds += 2 * optimizer_state(run, paged=True) / costs.paging
     if run.ranks > 1 and not run.fsdp2:  # DDP sums all gradients: each goes out, and comes back
-        seconds += 2 * items.trained_bytes(run) / (gpu.link * costs.link_share)
+        seconds += 2 * trained_bytes(run) / (gpu.link * costs.link_share)
     return seconds
 
 

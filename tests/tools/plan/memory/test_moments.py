@@ -10,9 +10,11 @@ from test_trainer import make
 
 from qarl_trl.quant.convert import quantized_modules
 from qarl_trl.quant.quantize import quantize_weight
-from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
-from qarl_trl.tools.plan.backward import activations
+from qarl_trl.tools.plan.memory.backward import activations
+from qarl_trl.tools.plan.memory.engine import cache_bytes, cache_tokens, synced_bytes
+from qarl_trl.tools.plan.memory.learner import optimizer_state, trained_bytes
+from qarl_trl.tools.plan.memory.moments import moments
 from tools.plan.runs import example_run, resident
 
 
@@ -85,7 +87,7 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, muon, lor
     tensors = resident_tensors(trainer)
     print("trainer", kind, tensors, "gradients", max(gradients))
     assert resident(run) == tensors
-    assert items.trained_bytes(run) == max(gradients)
+    assert trained_bytes(run) == max(gradients)
 
     if not lora:  # control: the other optimizer has another state
         other = "adamw_torch" if trainer.args.optim_muon else "muon"
@@ -116,12 +118,12 @@ def test_kept_matrices_are_those_of_a_trainer(folders, tmp_path, frozen):
     skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
     # What is not quantized beside a frozen base is bfloat16, and so are its products.
     run = example_run(skeleton, config, compute=2 if frozen else 4, keeps_matrices=True, frozen=frozen)
-    moments = items.moments(run)
+    at_moment = moments(run)
 
-    assert moments["backward"]["dequantized matrices"] == nbytes(kept)
+    assert at_moment["backward"]["dequantized matrices"] == nbytes(kept)
     # During a rollout only a frozen base has them.
-    assert ("dequantized matrices" in moments["rollout"]) == frozen
-    assert "dequantized matrices" not in items.moments(replace(run, keeps_matrices=False))["backward"]  # control
+    assert ("dequantized matrices" in at_moment["rollout"]) == frozen
+    assert "dequantized matrices" not in moments(replace(run, keeps_matrices=False))["backward"]  # control
 
 
 def moments_of_bitsandbytes(trainer):
@@ -149,12 +151,12 @@ def test_moments_of_bitsandbytes(folders, tmp_path):
     run = example_run(skeleton, config, False, parameters=meta.parameters(skeleton, "adamw_8bit"))
 
     measured = nbytes(moments_of_bitsandbytes(trainer))
-    print("bitsandbytes", measured, items.optimizer_state(run))
-    assert measured == pytest.approx(items.optimizer_state(run), rel=0.01)
+    print("bitsandbytes", measured, optimizer_state(run))
+    assert measured == pytest.approx(optimizer_state(run), rel=0.01)
 
     # Control: torch's AdamW has a larger state.
     plain = replace(run, parameters=meta.parameters(skeleton, "adamw_torch"))
-    assert items.optimizer_state(plain) > 1.5 * items.optimizer_state(run)
+    assert optimizer_state(plain) > 1.5 * optimizer_state(run)
 
     # bitsandbytes writes into weights by kernels of its own. The layers must see that their values are out of date.
     after = quantized_values(trainer)
@@ -177,7 +179,7 @@ PACKED = MATRICES // 2 + 2 * MATRICES // 128 + 16 * 36 * 7
 @pytest.fixture(scope="module")
 def skeleton_8b():
     config = meta.read_config("Qwen/Qwen3-8B-Base")
-    return meta.skeleton(config, torch.float32, plan="W4A16"), config
+    return meta.skeleton(config, torch.float32, quantization="W4A16"), config
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def test_8b_on_one_gpu(eight_billion):
     assert stays["master weights"] == 4 * 8_190_735_360
     assert stays["optimizer state"] == 4 * MATRICES + 8 * OTHERS + 4 * trained_by_adamw
     assert stays["quantized values"] == PACKED
-    assert items.synced_bytes(eight_billion) == PACKED + 2 * OTHERS
+    assert synced_bytes(eight_billion) == PACKED + 2 * OTHERS
 
 
 def test_8b_in_eight_shards(skeleton_8b):
@@ -219,7 +221,7 @@ def test_the_cache_has_keys_and_values_of_the_heads_of_a_rank(eight_billion, ran
     run = replace(eight_billion, engine_ranks=ranks)
 
     bytes_of_a_token = 36 * 2 * heads * 128 * 2  # keys and values, in bfloat16
-    assert items.cache_tokens(run) == items.cache_bytes(run) // bytes_of_a_token
+    assert cache_tokens(run) == cache_bytes(run) // bytes_of_a_token
 
 
 def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight_billion):
@@ -228,7 +230,7 @@ def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight
     def taken(run):
         """What the engine takes at each moment."""
         bytes_taken = {}
-        for moment, sizes in items.moments(run).items():
+        for moment, sizes in moments(run).items():
             weights = sizes.get("engine weights", 0)
             cache = sizes.get("key-value cache", 0)
             work = sizes.get("work of the engine (assumed)", 0)

@@ -1,4 +1,4 @@
-"""What a rollout batch is, in numbers, and how long its answers are. Only the standard library."""
+"""What a rollout batch is, in numbers, and how long its answers are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 
-# Spread of the logarithm of lengths; assumed, as of answers to mathematical problems.
+# Standard deviation of the natural logarithm of lengths; assumed, as of answers to mathematical problems.
 SPREAD = 0.8
+# Halvings of an interval that has the scale: 2 ** -60 of it is below the precision of a float.
+BISECTIONS = 60
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ def answer_lengths(count: int, mean: float, longest: int) -> list[int]:
     spreads = [math.exp(SPREAD * normal.inv_cdf((place + 0.5) / count)) for place in range(count)]
 
     # The scale that has the mean, by bisection: what is cut off makes it larger than the mean of the quantiles says.
-    low, high = 0.0, longest / spreads[0]
-    for _ in range(60):
+    low = 0.0
+    high = longest / spreads[0]
+    for _ in range(BISECTIONS):
         scale = (low + high) / 2
         if sum(min(longest, scale * spread) for spread in spreads) < mean * count:
             low = scale
