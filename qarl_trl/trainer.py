@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from . import _compat, guards
+from . import guards
+from ._compat.rollout_batch import is_text, shuffled_in, ungathered_rewards
+from ._compat.training_loop import accumulating
 from .config import TBPO, QaRLConfig
 from .learner.groups import MicroBatchGroups, scored_arguments
 from .learner.logps import PackedPasses, TrlResult
@@ -230,7 +232,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
     ) -> Tensor:
         """TRL's method; an error in one process stops all of them, and so does a rollout batch without rewards."""
         calculate = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids)
-        with _compat.ungathered_rewards():
+        with ungathered_rewards():
             rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
         if self._mode == "train":
@@ -284,7 +286,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
 
     def _packs(self, passes: PackedPasses, arguments: dict[str, Any]) -> bool:
         """Whether to compute the log-probs of these arguments without padding."""
-        return _compat.is_text(arguments) and passes.packs(arguments["model"])
+        return is_text(arguments) and passes.packs(arguments["model"])
 
     def _take_forward(self) -> tuple[Tensor, Tensor | None]:
         """
@@ -302,7 +304,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
         """TRL's method, with micro-batches in the order of rows in which `old` was computed."""
         if self._passes is None:
             return super()._prepare_inputs(generation_batch)
-        with _compat.shuffled_in(self._row_order):
+        with shuffled_in(self._row_order):
             inputs = super()._prepare_inputs(generation_batch)
 
         if self._groups is not None and self._mode == "train":
@@ -348,7 +350,7 @@ class QaRLTrainer(LowBitMixin, GRPOTrainer):
             self._shared_forward = (of_logps, of_entropies, None)
             # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
             ends_update = self.accelerator.sync_gradients and micro_batch is inputs
-            with _compat.accumulating(self.accelerator, ends_update):
+            with accumulating(self.accelerator, ends_update):
                 losses.append(super().compute_loss(model, micro_batch, *args, **kwargs))
             if self._shared_forward is not None:
                 raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")

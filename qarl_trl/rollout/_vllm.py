@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from trl.generation import vllm_generation
 
-from .._compat import installed_version
+from .._compat.versions import installed_version
 from . import _vllm_cpu
 from ._vllm_experts import keep_expert_kernels
 from ._vllm_loaded import CACHE_SCALES as _CACHE_SCALES

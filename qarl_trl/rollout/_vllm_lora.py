@@ -16,7 +16,7 @@ from packaging.version import Version
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .._compat import installed_version
+from .._compat.versions import installed_version
 from . import _vllm
 
 

@@ -18,7 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .. import _compat
+from .._compat.rollout_batch import extracted_by
 from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
@@ -261,7 +261,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             synced_before = self.sync_seconds
             has_several_ranks = self.mode == "colocate" and self.tensor_parallel_size > 1
             draws = _vllm.same_draws(self.tp_group) if has_several_ranks else nullcontext()
-            with draws, _compat.extracted_by(extract_logprobs):
+            with draws, extracted_by(extract_logprobs):
                 result = super().generate(prompts, *args, **kwargs)
             if self.mode == "server":
                 on_first(self.accelerator, lambda: self.vllm_client.raise_failure())

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils import flatten_dict
 
-from .._compat import installed_version
+from .._compat.versions import installed_version
 
 
 # Fields of a config that determine a text model; a learner and an engine with different files differ in one of these.

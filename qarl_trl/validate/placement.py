@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _compat
+from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.convert import check_shardable
 from .rollouts import uses_server
 from .types import RunSettings
@@ -26,8 +26,8 @@ def check_placement(args: RunSettings) -> None:
     if args.n_gpu > 1:
         raise ValueError(f"A process needs one GPU, got {args.n_gpu}: use accelerate launch or CUDA_VISIBLE_DEVICES.")
 
-    fsdp = _compat.fsdp_settings(args)
-    zero3 = _compat.is_zero3(args)
+    fsdp = fsdp_settings(args)
+    zero3 = is_zero3(args)
 
     # Only a colocated engine takes an adapter at each sync. Under FSDP2 each process has the whole base, and ZeRO-3
     # would shard it.

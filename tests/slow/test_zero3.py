@@ -52,7 +52,7 @@ def _train(
     model: str, folder: str, zero3: bool, lora: bool, changes: dict[str, Any], pieces: bool = False
 ) -> dict[str, Any]:
     """A run whose last update has a gradient of NaN in the second process; `pieces` keeps hooks around each module."""
-    # Without checkpointing, nothing but `_compat.fit_to_zero3` makes the first layer's input need a gradient.
+    # Without checkpointing, nothing but `fit_to_zero3` makes the first layer's input need a gradient.
     if lora:
         changes = changes | {"peft_config": random_adapter(), "gradient_checkpointing": False}
     if pieces:

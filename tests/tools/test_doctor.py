@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_model, make_tokenizer
 
-from qarl_trl import _compat, cli
+from qarl_trl import cli
+from qarl_trl._compat import versions
 from qarl_trl.rewards import last_boxed, math_reward
 from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, measure, rewards
 
@@ -149,13 +150,13 @@ def test_versions_inside_of_their_windows_are_one_line_without_development_tools
 
 
 def test_a_version_outside_of_its_window_fails(monkeypatch):
-    installed_version = _compat.installed_version
+    installed_version = versions.installed_version
 
     def with_another_trl(name):
         return "1.15.0" if name == "trl" else installed_version(name)
 
     # `machine` has a name of its own for the function, so its first line still shows the real version.
-    monkeypatch.setattr(_compat, "installed_version", with_another_trl)
+    monkeypatch.setattr(versions, "installed_version", with_another_trl)
 
     _, result = machine.compare_versions()
 

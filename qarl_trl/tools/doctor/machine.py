@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..._compat import installed_version, requirements, why_untested
+from ..._compat.versions import installed_version, requirements, why_untested
 from ...quant.scheme import gpu_generation
 from ...rollout.cpu_support import cpu_flags, why_no_engine
 from ..plan.items import GIB
