@@ -17,7 +17,7 @@ import torch
 from ..._compat.versions import installed_version, requirements, why_untested
 from ...quant.scheme import gpu_generation
 from ...rollout.cpu_support import cpu_flags, why_no_engine
-from ..plan.items import GIB
+from ..plan.run import GIB
 from . import FAIL, OK, SKIPPED, WARN, CheckResult
 
 
