@@ -90,7 +90,7 @@ def _print_plan(args: argparse.Namespace, recipe: Sequence[str]) -> bool:
     advice = advise(recipe, hardware)
     seconds = _seconds(args, recipe, hardware, advice.run)
 
-    _print(memory_table.table(advice.name, advice.run, advice.alone))
+    _print(memory_table.table(advice.name, advice.run, advice.alone, advice.one_pass))
     _print(seconds)
     _print(["", *memory_table.verdict(advice.run, advice.together)])
     return fits(advice.run)

@@ -9,7 +9,8 @@ from typing import Any
 from ..recipe import Options, quiet, read_settings
 from ..run import Hardware, Run
 from ..settings import run_of
-from .levers import Lever, levers_to_combine, levers_to_compare
+from .backward import gradients_between_passes
+from .levers import Lever, levers_to_combine, levers_to_compare, one_pass_a_micro_batch
 from .moments import fits
 from .search import Fitting, RunWith, greedy_search
 
@@ -40,12 +41,14 @@ class Advice:
         run: The run of the recipe.
         alone: Each lever alone; empty for a run that fits on several GPUs.
         together: Levers that together make the run fit, for the user to choose from; empty for a run that fits.
+        one_pass: Smaller micro-batches, if now gradients are kept between the passes of one.
     """
 
     name: str
     run: Run
     alone: list[Trial]
     together: list[Fitting]
+    one_pass: Trial | None = None
 
 
 def advise(argv: Sequence[str], hardware: Hardware) -> Advice:
@@ -69,13 +72,18 @@ def advise(argv: Sequence[str], hardware: Hardware) -> Advice:
 
     alone: list[Trial] = []
     together: list[Fitting] = []
+    one_pass: Trial | None = None
     with quiet():
+        lever = one_pass_a_micro_batch(run, settings)
+        if lever is not None and gradients_between_passes(run) > 0:
+            one_pass = try_each_alone([lever], run_with)[0]
+
         # On one GPU even if the run fits: memory that is saved allows longer rows or a larger model.
         if hardware.gpus == 1 or not fits(run):
             alone = try_each_alone(levers_to_compare(model_args.use_peft), run_with)
         if not fits(run):
             together = _combinations_that_fit(alone, settings, run_with)
-    return Advice(f"{model_args.model_name_or_path}, {settings.quant_name}", run, alone, together)
+    return Advice(f"{model_args.model_name_or_path}, {settings.quant_name}", run, alone, together, one_pass)
 
 
 def try_each_alone(levers: Sequence[Lever], run_with: RunWith) -> list[Trial]:

@@ -1,10 +1,14 @@
 """
-The memory that a backward needs: what the forward saves for it, and its temporary tensors.
+The memory that a backward needs: what the forward saves for it, its temporary tensors, and the gradients that it keeps
+from pass to pass.
 
-The formulas are estimates. tests/tools/plan/test_formulas.py compares their sum with what torch's allocator gives out.
+The formulas are estimates. tests/tools/plan/memory/test_backward.py compares their sum with what torch's allocator
+gives out.
 """
 
 from __future__ import annotations
+
+import math
 
 from ..run import FLOAT32, Parameter, Run
 
@@ -19,6 +23,9 @@ GRADIENT_SHARE = 0.3
 GRADIENT_SHARE_OF_QUANTIZED_INPUTS = 0.9
 
 
+# Activations --------------------------------------------------------------------------------------------------------
+
+
 def activations(run: Run) -> int:
     """
     Bytes that are saved when a backward begins: of a micro-batch, or of several that share a pass.
@@ -26,12 +33,15 @@ def activations(run: Run) -> int:
     Args:
         run: The run.
     """
-    layer = _checkpoint(run) if run.checkpointing else layer_saved(run)
-
     # All passes of a micro-batch keep theirs until its one backward, and so do all micro-batches of a pass.
-    tokens = max(run.rows * run.tokens, _tokens_of_pass(run))
-    per_token = run.config.num_hidden_layers * layer + head_saved(run)
-    return tokens * per_token + _saved_casts(run)
+    rows = max(run.rows, rows_of_pass(run))
+    return rows * run.tokens * _saved(run) + _saved_casts(run)
+
+
+def _saved(run: Run) -> int:
+    """Bytes per token that are saved when a backward begins."""
+    layer = _checkpoint(run) if run.checkpointing else layer_saved(run)
+    return run.config.num_hidden_layers * layer + head_saved(run)
 
 
 def _saved_casts(run: Run) -> int:
@@ -110,6 +120,85 @@ def head_saved(run: Run) -> int:
     return (FLOAT32 + 2 * run.residual) * run.config.hidden_size
 
 
+# Passes -------------------------------------------------------------------------------------------------------------
+
+
+def rows_of_pass(run: Run) -> int:
+    """
+    Rows in a pass, if all are as long as the longest: as many of an update as fit the budget, at least one; without a
+    budget those of a micro-batch, padded.
+
+    Args:
+        run: The run.
+    """
+    if run.budget is None:
+        return run.rows
+    fitting = max(1, run.budget // run.tokens)
+    return min(run.rows * run.accumulation, fitting)
+
+
+def passes_of_micro_batch(run: Run) -> int:
+    """
+    Passes of a micro-batch, if all rows are as long as the longest.
+
+    Args:
+        run: The run.
+    """
+    return math.ceil(run.rows / rows_of_pass(run))
+
+
+def gradients_between_passes(run: Run) -> int:
+    """
+    Bytes that a backward of several passes adds to what [`activations`] and [`backward_work`] count.
+
+    All passes of a micro-batch have one backward, which takes the last pass first. autograd adds up the gradients of
+    all of them before it hands a weight its gradient (torch, `csrc/autograd/input_buffer.cpp`). So from the end of the
+    first pass on there are whole gradients of all weights, beside those that earlier micro-batches left. By then the
+    activations of that pass are free, so that only the rest adds to the peak.
+
+    Args:
+        run: The run.
+    """
+    passes = passes_of_micro_batch(run)
+    if passes == 1:
+        return 0
+
+    gradients = _whole_gradients(run)
+    of_a_pass = rows_of_pass(run) * run.tokens * _saved(run)
+    if not run.fsdp2:
+        return max(0, gradients - of_a_pass)
+
+    # FSDP2 reduces the gradient of a layer when that is whole, in the last pass. `backward_work` has both for a layer.
+    layer = _largest_layer(run)
+    after_the_first = gradients - of_a_pass - (run.compute + FLOAT32) * layer
+    in_the_last = gradients - (passes - 1) * of_a_pass - run.compute * layer
+    return max(0, after_the_first, in_the_last)
+
+
+def _whole_gradients(run: Run) -> int:
+    """Bytes of the gradients that autograd adds up for all weights, beside those that are there already."""
+    if run.fsdp2:
+        # Not sharded, in the dtype of the gathered weights. `backward_work` has those outside the layers.
+        return sum(run.compute * parameter.entries for parameter in run.in_layers if parameter.trained)
+
+    # In an update of one micro-batch they become the gradients that `trained_bytes` counts.
+    if run.accumulation == 1:
+        return 0
+    return sum(parameter.size * parameter.entries for parameter in run.parameters if parameter.trained)
+
+
+def _largest_layer(run: Run) -> int:
+    """Trained entries of the decoder layer that has most."""
+    by_layer: dict[str, int] = {}
+    for parameter in run.in_layers:
+        if parameter.trained:
+            by_layer[parameter.layer] = by_layer.get(parameter.layer, 0) + parameter.entries
+    return max(by_layer.values(), default=0)
+
+
+# Temporary tensors --------------------------------------------------------------------------------------------------
+
+
 def backward_work(run: Run) -> int:
     """
     Bytes of the temporary tensors of a backward, and of the weights that FSDP2 gathers for it.
@@ -132,20 +221,9 @@ def backward_work(run: Run) -> int:
     return int(gathered + max(head, layer + _gathered_layers(run), reduction))
 
 
-def _tokens_of_pass(run: Run) -> int:
-    """
-    Tokens in a pass: as many whole rows of an update as fit the budget, at least one; without a budget those of a
-    micro-batch, padded.
-    """
-    if run.budget is None:
-        return run.tokens * run.rows
-    rows = max(1, run.budget // run.tokens)
-    return run.tokens * min(run.rows * run.accumulation, rows)
-
-
 def _head_work(run: Run) -> int:
     """Bytes of the fused head: float32 gradients of its input and of its weight, and a tile of logits."""
-    tokens = _tokens_of_pass(run)
+    tokens = rows_of_pass(run) * run.tokens
     tile = min(tokens, TILE[0]) * TILE[1] * run.compute
     return FLOAT32 * run.config.hidden_size * (tokens + run.config.vocab_size) + tile
 
@@ -165,7 +243,7 @@ def _layer_work(run: Run) -> float:
 
     # The dequantized matrix, and the product that is its gradient.
     matrices = 2 * run.compute * _largest_entries(run)
-    return _tokens_of_pass(run) * per_token + matrices
+    return rows_of_pass(run) * run.tokens * per_token + matrices
 
 
 def _cast_gradient(run: Run) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..recipe import Options, as_text
 from ..run import Run
+from .backward import passes_of_micro_batch, rows_of_pass
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,27 @@ def smaller_micro_batches(rows: int, settings: Any) -> list[Lever]:
         }
         levers.append(Lever(f"micro-batches of {rows // parts} rows", options))
     return levers
+
+
+def one_pass_a_micro_batch(run: Run, settings: Any) -> Lever | None:
+    """
+    The largest micro-batches that are one pass each, so that no gradients are kept between passes.
+
+    Args:
+        run: The run.
+        settings: The `QaRLConfig` of its recipe.
+
+    Returns:
+        `None` if micro-batches are one pass now.
+    """
+    if passes_of_micro_batch(run) == 1:
+        return None
+
+    fitting = rows_of_pass(run)
+    for lever in smaller_micro_batches(run.rows, settings):
+        if int(lever.options["per_device_train_batch_size"]) <= fitting:
+            return lever
+    return None
 
 
 def changes_micro_batches(lever: Lever) -> bool:

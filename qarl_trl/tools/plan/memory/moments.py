@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..run import GIB, Run
-from .backward import activations, backward_work
+from .backward import activations, backward_work, gradients_between_passes
 from .engine import ENGINE_WORK, cache_bytes, cache_tokens, engine_weights
 from .learner import master_bytes, optimizer_state, trained_bytes
 
@@ -46,6 +46,7 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
     engine = _awake_engine(run)
     update = {
         "gradients": trained_bytes(run),
+        "gradients between passes": gradients_between_passes(run),
         "activations": activations(run),
         "work of a layer or the head": backward_work(run),
     }

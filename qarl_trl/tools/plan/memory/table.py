@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..gpus import GPUS
 from ..run import GIB, Run
+from .backward import passes_of_micro_batch
 from .engine import cache_tokens, synced_bytes
 from .learner import host_bytes
 from .moments import best_utilization, fits, moments, peaks
@@ -48,7 +49,7 @@ def for_each_gpu(name: str, run: Run) -> Iterator[str]:
         yield f"{gpu_name:8}{gpu.memory:8g}{peak:20.1f}{cache:>16}   {answer}"
 
 
-def table(name: str, run: Run, alone: Sequence[Trial]) -> Iterator[str]:
+def table(name: str, run: Run, alone: Sequence[Trial], one_pass: Trial | None = None) -> Iterator[str]:
     """
     Lines that show the memory of each GPU, in GiB.
 
@@ -56,9 +57,12 @@ def table(name: str, run: Run, alone: Sequence[Trial]) -> Iterator[str]:
         name: The model and its scheme.
         run: The run.
         alone: Levers, each taken alone. Empty: the part that compares them is left out.
+        one_pass: Smaller micro-batches, if now gradients are kept between the passes of one.
     """
     yield from _heading(name, run)
     yield from _memory_of_each_gpu(run)
+    if one_pass is not None:
+        yield _between_passes(run, one_pass)
     if alone:
         yield from _comparison(run, alone)
 
@@ -106,6 +110,17 @@ def _memory_of_each_gpu(run: Run) -> Iterator[str]:
     for name in names:
         yield _row(name, [at_moment["rollout"].get(name, ""), at_moment["backward"].get(name, "")])
     yield _row("sum", peaks(run).values())
+
+
+def _between_passes(run: Run, one_pass: Trial) -> str:
+    """Why gradients are kept between passes, and what does not keep them."""
+    passes = passes_of_micro_batch(run)
+    reason = f"A micro-batch of its longest rows is {passes} passes, between which whole gradients stay."
+    if one_pass.run is None:
+        return f"{reason} A smaller per_device_train_batch_size is one pass."
+
+    backward = peaks(one_pass.run)["backward"] / GIB
+    return f"{reason} With one pass the backward takes {backward:.1f} GiB: {one_pass.lever.text}"
 
 
 def _comparison(run: Run, alone: Sequence[Trial]) -> Iterator[str]:
