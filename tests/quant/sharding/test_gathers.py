@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from qarl_trl.quant import LowBitStore, apply_quantization, iter_low_bit_weights, low_bit_store, quantized_modules
 from qarl_trl.quant.sharding import shards
 from qarl_trl.quant.sharding.gathers import GatheredWeight, MasterShard
-from qarl_trl.rollout.sync_check import learner_logps, low_bit_forward
+from qarl_trl.rollout.sync_check.learner_logps import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 
 
