@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,8 +117,11 @@ def final_answer(reference: Any) -> str:
         reference: A text, a number, a list of texts (the parts of one answer), or chat messages (the last counts).
 
     Returns:
-        `""` without an answer. Whole floats lose their `.0`.
+        `""` without an answer, also for NaN. Whole floats lose their `.0`.
     """
+    if isinstance(reference, float) and math.isnan(reference):
+        # pandas writes it for a missing answer.
+        return ""
     if isinstance(reference, float) and reference.is_integer():
         # AMC has its answers as floats, and "27.0" is not what a model writes.
         reference = int(reference)

@@ -1,6 +1,7 @@
 """`load_math_dataset`: columns, answers, prompts, and what it refuses."""
 
 import json
+import math
 import logging
 from pathlib import Path
 
@@ -188,6 +189,7 @@ def test_a_hub_id_is_no_path():
         (2.5, "2.5"),
         (4, "4"),
         (None, ""),
+        (math.nan, ""),
         ([], ""),
         (["$2$", "$-3$"], "$2$, $-3$"),
     ],
