@@ -13,13 +13,13 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..quant.convert import apply_quantization
-from ..quant.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
-from ..quant.layer import LowBitLayer
+from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
+from ..quant.layers.layer import LowBitLayer
 from ..quant.names import checkpoint_modules
 from ..quant.scheme import DEFAULT_IGNORE
-from ..rollout._vllm_lora import engine_rank
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
+from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
 from .types import RunSettings
 
@@ -98,7 +98,7 @@ def _check_aligned(model: nn.Module, adapter: Any) -> None:
     """Try to put an adapter on top of a frozen base, of which `model` has no weights yet."""
     from peft import get_peft_model  # optional, so only here
 
-    from ..quant.frozen import align_adapters
+    from ..quant.layers.frozen import align_adapters
 
     with torch.device("meta"):
         # A copy, because peft writes the names of the layers into it.

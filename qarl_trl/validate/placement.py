@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import _compat
-from ..quant.convert import check_shardable
+from ..quant.match import check_shardable
 from .rollouts import uses_server
 from .types import RunSettings
 
