@@ -1,8 +1,8 @@
 """`load_math_dataset`: columns, answers, prompts, and what it refuses."""
 
 import json
-import math
 import logging
+import math
 from pathlib import Path
 
 import pytest

@@ -113,6 +113,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             return
 
         start.keep_block_scales()
+        start.keep_learner_eager()
         keep_cache_scales()
         if self.accelerator.num_processes == 1:
             start.choose_master_port()
