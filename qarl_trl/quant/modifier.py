@@ -45,7 +45,8 @@ def _plan_of(content: dict[str, Any]) -> QuantizationConfig:
     if names != ["QuantizationModifier"]:
         raise ValueError(
             "it must be <name>_stage: <name>_modifiers: QuantizationModifier: fields, and nothing else can run in "
-            f"every training step, got {reprlib.repr(content)}. Run other modifiers before training (examples/llmcompressor)."
+            f"every training step, got {reprlib.repr(content)}. Run other modifiers before training "
+            "(examples/llmcompressor)."
         )
 
     _, fields = modifiers[0]

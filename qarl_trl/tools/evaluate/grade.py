@@ -96,6 +96,6 @@ def try_rewards(rewards: Sequence[Reward], problem: Mapping[str, Any]) -> None:
             grade(reward, problem, empty)
         except Exception as error:  # any error of a user's function
             raise ValueError(
-                f"The reward function {name!r} fails on an empty answer: {type(error).__name__}: {error}. `eval` gives "
-                "it prompts, completions, completion_ids and answer."
+                f"The reward function {name!r} fails on an empty answer: {type(error).__name__}: {error}. `eval` "
+                "gives it prompts, completions, completion_ids and answer."
             ) from error

@@ -246,7 +246,7 @@ def own_rewards(tmp_path, monkeypatch):
 
 
 def test_rewards_of_the_user_grade(models, sums, engine_calls, tmp_path, own_rewards):
-    """Also beside `math_reward`, and also async ones. Two of four answers are right, the others three times as long."""
+    """Beside `math_reward`, and also async ones. Two of four answers are right, the others three times as long."""
     names = ["math_reward", "rewards_of_a_user.answer_length", "rewards_of_a_user.digits"]
 
     evaluate(models / "w4a16", sums, "--reward_funcs", *names)
