@@ -91,7 +91,8 @@ def load_problems(
 
     Raises:
         ConnectionError: if the Hub cannot be reached.
-        ValueError: if there is no row or no readable answer, or for chat messages without a chat template.
+        ValueError: if there is no row or no readable answer, or for chat messages without a chat template or with one
+            that fails.
     """
     if conversational is None:
         conversational = tokenizer.chat_template is not None
@@ -124,7 +125,14 @@ def _tokenize(tokenizer: Any, prompt: Any, template_kwargs: dict[str, Any]) -> l
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
 
-    tokenized = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-    )
+    try:
+        tokenized = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+        )
+    except Exception as error:  # any error of a template
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"The chat template cannot render the prompt {prompt}: {type(error).__name__}: {reason} (For prompts as "
+            "text give --conversational false.)"
+        ) from error
     return tokenized["input_ids"]

@@ -140,3 +140,16 @@ def test_a_suite_without_a_readable_reference_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="none of the 1 answers"):
         load_problems(source, "test", None, make_tokenizer(), {})
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ nothing.of.this }}", "{{ raise_exception('no system') }}"])
+def test_a_template_that_fails_is_one_line(tmp_path, template):
+    source = write_rows(tmp_path / "sums.jsonl", ROWS)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+
+    with pytest.raises(ValueError, match="cannot render the prompt.*1 \\+ 1.*--conversational false") as error:
+        load_problems(source, "test", None, tokenizer, {})
+    assert "\n" not in str(error.value)
+
+    assert len(load_problems(source, "test", None, tokenizer, {}, conversational=False)) == 2  # control
