@@ -45,7 +45,7 @@ def _plan_of(content: dict[str, Any]) -> QuantizationConfig:
     if names != ["QuantizationModifier"]:
         raise ValueError(
             "it must be <name>_stage: <name>_modifiers: QuantizationModifier: fields, and nothing else can run in "
-            f"every training step, got {reprlib.repr(content)}. Run other modifiers before training "
+            f"every training step, got {reprlib.repr(content):.500}. Run other modifiers before training "
             "(examples/llmcompressor)."
         )
 
