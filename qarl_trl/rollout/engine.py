@@ -142,6 +142,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _start_engine(self) -> None:
         """Let TRL build a `vllm.LLM`, by our arguments and in vLLM's settings that keep synced tensors as they are."""
         start.keep_block_scales()
+        start.keep_learner_eager()
         keep_cache_scales()
         if self.accelerator.num_processes == 1:
             start.choose_master_port()
