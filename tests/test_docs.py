@@ -14,8 +14,8 @@ import yaml
 from tools.report.folders import log, write_run
 
 from qarl_trl import QaRLConfig, cli
-from qarl_trl.recipe import check_keys
 from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
+from qarl_trl.recipe import check_keys
 from qarl_trl.train import _groups, parse
 
 
@@ -204,7 +204,7 @@ def test_recipes_have_keys_that_exist():
     recipes = blocks("yaml")
 
     assert len(recipes) > 5
-    for page, text in recipes:
+    for _, text in recipes:
         command = re.search(r"qarl-trl (\w+)", text)
         check_keys(yaml.safe_load(text), KEYS[command[1] if command else "train"])
 
