@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -172,12 +171,3 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
                 f"cannot be told: {messages!r:.200}. Give prompts and completions as text (conversational: false)."
             )
         return of_both[len(of_prompt) :]
-
-    def _tool_call_loop(self, *args: Any) -> tuple:
-        """
-        TRL's method; its number of generations differs between processes, so the engine must not wait for the others.
-        """
-        if not self.use_vllm:
-            return super()._tool_call_loop(*args)
-        with patch.object(self.vllm_generation, "alone", True):
-            return super()._tool_call_loop(*args)

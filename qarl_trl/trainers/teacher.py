@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from .. import _compat
-from ..quant.convert import quantized_modules
+from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from ..quant.start import QuantizedSource
+from ..quant.source import QuantizedSource
 from .types import RunSettings, TrainerArguments
 
 
