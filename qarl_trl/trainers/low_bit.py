@@ -173,8 +173,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _tool_call_loop(self, *args: Any) -> tuple:
         """
-        TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must not
-        wait for the others.
+        TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must
+        not wait for the others.
         """
         if not self.args.has_engine:
             return super()._tool_call_loop(*args)
