@@ -19,7 +19,7 @@ class LowBitSFTConfig(LowBitConfig, SFTConfig):
         super().__post_init__()
         # TRL fails at both, but after it has loaded the model.
         if self.activation_offloading and self.device.type == "cpu":
-            raise ValueError("activation_offloading needs a GPU: there is no memory to offload to.")
+            raise ValueError("activation_offloading needs a GPU, whose activations it keeps in host memory.")
         if self.padding_free and not self.packing and self.max_length is not None:
             raise ValueError(
                 f"padding_free without packing does not cut rows to max_length={self.max_length}. Set packing: true, "

@@ -36,13 +36,13 @@ def make(model, folder, data=None, teacher=None, peft_config=None, **changes):
 
 @pytest.mark.parametrize("distill_on", ["rollouts", "answers"])
 def test_a_student_comes_closer_to_its_own_start(dense_model, tmp_path, distill_on):
-    changes = {"distill_on": distill_on, "max_steps": 12, "learning_rate": 2e-3}
+    changes = {"distill_on": distill_on, "max_steps": 12, "learning_rate": 1e-4, "per_device_train_batch_size": 16}
     trainer = make(dense_model, tmp_path / "run", **changes)
     trainer.train()
     trainer.save_model()
 
     divergences = losses(trainer)
-    assert divergences[0] > 0.01
+    assert divergences[0] > 0.005
     assert sum(divergences[-3:]) < 0.7 * sum(divergences[:3])
     assert "distilled from its own start in high precision" in (tmp_path / "run" / "README.md").read_text()
     # The start is still what it was.
@@ -75,7 +75,7 @@ def test_the_base_of_a_merged_adapter_is_the_teacher_bit_for_bit_and_there_is_no
     second.train()
 
     assert losses(shared) == losses(second)
-    assert losses(shared)[0] > 0.01
+    assert losses(shared)[0] > 0.005
     assert same_weights(shared, second)
     # Control: with another teacher the losses are others.
     other = make(dense_model, tmp_path / "other", teacher=other_model, peft_config=adapter(), max_steps=4)
@@ -114,7 +114,7 @@ def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
     trainer.train()
     trainer.save_model()
 
-    assert losses(trainer)[0] > 0.01
+    assert losses(trainer)[0] > 0.005
     moved = {name for name, weight in weights(trainer).items() if not torch.equal(weight, start[name])}
     assert moved
     assert all("lora_" in name for name in moved)
