@@ -123,6 +123,18 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
 
         return load
 
+    def _compute_loss(self, *args: Any) -> tuple:
+        """
+        TRL's method in the precision of the run.
+
+        TRL (1.16) calls the two models past the forward in which accelerate has put autocast, so that `bf16` would
+        count for the engine alone, and float32 master weights would mean a student in float32.
+        """
+        if not self.args.quantized:
+            return super()._compute_loss(*args)
+        with self.accelerator.autocast():
+            return super()._compute_loss(*args)
+
     # Answers ---------------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

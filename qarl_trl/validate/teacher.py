@@ -29,8 +29,8 @@ def check_teacher(
         trainer_arguments: All arguments of the trainer by name.
 
     Raises:
-        ValueError: if the vocabularies differ, or a quantized checkpoint would be its own teacher.
-        OSError: if the teacher is not found.
+        ValueError: if the teacher is not found, the vocabularies differ, or a quantized checkpoint would be its own
+            teacher.
     """
     if not hasattr(args, "teacher_model_name_or_path"):
         return
@@ -57,6 +57,11 @@ def _config_of(teacher: Any, args: RunSettings) -> PretrainedConfig:
     """The config of a teacher, or of a teacher's name."""
     if not isinstance(teacher, str):
         return teacher.config
-    loading = dict(getattr(args, "teacher_model_init_kwargs", None) or {})
+    loading = getattr(args, "teacher_model_init_kwargs", None) or {}
     revision = loading.get("revision") or getattr(args, "teacher_model_revision", None)
-    return AutoConfig.from_pretrained(teacher, revision=revision, trust_remote_code=args.trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(teacher, revision=revision, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        # Not every message of transformers has the name.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"teacher_model={teacher!r} cannot be read: {reason}") from error

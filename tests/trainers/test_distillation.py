@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from slow.toys import prompts, randomize_adapter, save_model, stored_tensors
 from toy_runs import adapter
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer
 from trainers.runs import losses, pairs, same_weights, settings, weights
@@ -23,12 +23,14 @@ def other_model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("other") / "teacher", layers=1, seed=1)
 
 
-def make(model, folder, data=None, teacher=None, peft_config=None, **changes):
+def make(model, folder, data=None, teacher=None, peft_config=None, processing_class=None, **changes):
     """A student on given answers, if `changes` do not say otherwise."""
     values = {"distill_on": "answers", "max_completion_length": 8, "beta": 0.0} | changes
     args = LowBitDistillationConfig(**settings(folder, **values))
     data = pairs() if data is None else data
-    return LowBitDistillationTrainer(model, teacher, args, train_dataset=data, peft_config=peft_config)
+    return LowBitDistillationTrainer(
+        model, teacher, args, train_dataset=data, processing_class=processing_class, peft_config=peft_config
+    )
 
 
 # The teacher ---------------------------------------------------------------------------------------------------------
@@ -68,8 +70,8 @@ def test_the_base_of_a_merged_adapter_is_the_teacher_bit_for_bit_and_there_is_no
 ):
     shared = make(dense_model, tmp_path / "shared", peft_config=adapter(), max_steps=4)
     second = make(dense_model, tmp_path / "second", teacher=dense_model, peft_config=adapter(), max_steps=4)
-    assert not any(shared.teacher_model.parameters())
-    assert any(second.teacher_model.parameters())
+    assert not list(shared.teacher_model.parameters())
+    assert list(second.teacher_model.parameters())
 
     shared.train()
     second.train()
@@ -149,10 +151,17 @@ def chat_rows():
     ]
 
 
+def with_template(model, template):
+    """The tokenizer of a model, with a chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def test_answers_of_a_chat_are_what_its_template_writes_after_the_prompt(dense_model, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{{ '<eos>\\n' if m.role == 'assistant' else '' }}{% endfor %}"
-    trainer = make(dense_model, tmp_path, Dataset.from_list(chat_rows()))
-    trainer._tokenizer.chat_template = template
+    tokenizer = with_template(dense_model, template)
+    trainer = make(dense_model, tmp_path, Dataset.from_list(chat_rows()), processing_class=tokenizer)
 
     batch = trainer._generate_and_score_completions(chat_rows()[:1])
 
@@ -210,11 +219,11 @@ def nothing_loads(monkeypatch):
         ({"quantize_learner": False}, "the student equals its own start"),
         ({"data": prompts(8)}, "needs a column completion, and train_dataset has .'prompt'"),
         ({"data": pairs(2)}, "at least 4 prompts, got 2.*per_device_train_batch_size=4"),
-        ({"teacher": "no/such-teacher"}, "no/such-teacher"),
+        ({"teacher": "no/such-teacher"}, "teacher_model='no/such-teacher' cannot be read"),
     ],
 )
 def test_what_cannot_teach_is_refused_before_a_model_loads(dense_model, tmp_path, nothing_loads, changes, words):
-    with pytest.raises((ValueError, OSError), match=words):
+    with pytest.raises(ValueError, match=words):
         make(dense_model, tmp_path, **changes)
 
 
