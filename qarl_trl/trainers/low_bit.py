@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -167,6 +168,16 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
         usual = usual_mismatch(self.model)
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_with_training, usual)
+
+    def _tool_call_loop(self, *args: Any) -> tuple:
+        """
+        TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must
+        not wait for the others.
+        """
+        if not self.args.has_engine:
+            return super()._tool_call_loop(*args)
+        with patch.object(self.vllm_generation, "alone", True):
+            return super()._tool_call_loop(*args)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """
