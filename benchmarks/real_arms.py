@@ -220,7 +220,7 @@ def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: b
         command += ["--max_new_tokens", str(regime["max_completion_length"]), "--output_dir", f"{scratch}/out"]
         subprocess.run(command, check=True)
         rows = Path(scratch, "out", "completions.jsonl").read_text().splitlines()
-    return [int(sum(json.loads(row)["rewards"])) for row in rows]
+    return [int(sum(json.loads(row)["rewards"]["math_reward"])) for row in rows]
 
 
 def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:

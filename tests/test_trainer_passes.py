@@ -94,7 +94,7 @@ def test_micro_batches_that_share_a_pass_share_it_for_old_and_loss(dense_model, 
 
 def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(dense_model, tmp_path, monkeypatch):
     """Control of the test above."""
-    monkeypatch.setattr("qarl_trl.trainer.shuffled_in", lambda order_of: contextlib.nullcontext())
+    monkeypatch.setattr("qarl_trl.trainers.packed.shuffled_in", lambda order_of: contextlib.nullcontext())
     trainer = make(dense_model, tmp_path, **ONE_BATCH)
 
     passes = passes_of_a_run(trainer)

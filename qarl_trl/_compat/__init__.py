@@ -2,7 +2,7 @@
 Versions, and every private part of TRL, transformers, accelerate and torch that we use or replace.
 
 Each module is about one subject, and says of each part why, where it is upstream, and what happens when it changes:
-an error, never a fallback. A part is replaced while a `with` block runs, wherever that is enough. `rollout/_vllm*.py`
+an error, never a fallback. A part is replaced while a `with` block runs, wherever that is enough. `rollout/vllm/`
 does the same for vLLM, and `cpu_exact/kernels.py` for the kernels of its CPU engine.
 
 | module | upstream | what |

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -28,15 +29,16 @@ from ..export import quantization_config
 from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
-from ..quant.experts import num_experts
 from ..quant.names import base_model
-from ..quant.start import QuantizedSource, load_master_weights
+from ..quant.source import QuantizedSource
+from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
-from ..rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
-from ..rollout.sync_verdict import USUAL, USUAL_OF_MIXTURE
+from ..rollout.sync_check.check import SyncCheck, usual_mismatch
+from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
+from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
 from ..validate import check_head, check_run
 from .settings import LowBitConfig
 
@@ -164,12 +166,22 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         vocabulary = self.model.config.get_text_config().vocab_size
         tokens = sync_check_tokens(tokenizer, vocabulary, length)
 
-        def score() -> Scores:
+        def score() -> LearnerLogps:
             with self.accelerator.autocast():
                 return learner_logps(self._unwrapped, tokens)
 
-        usual = USUAL_OF_MIXTURE if num_experts(self.model.config) else USUAL
+        usual = usual_mismatch(self.model)
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_with_training, usual)
+
+    def _tool_call_loop(self, *args: Any) -> tuple:
+        """
+        TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must
+        not wait for the others.
+        """
+        if not self.args.has_engine:
+            return super()._tool_call_loop(*args)
+        with patch.object(self.vllm_generation, "alone", True):
+            return super()._tool_call_loop(*args)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """
@@ -288,7 +300,7 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
     """
     if args.frozen:
         # The layers were quantized while they were loaded, before the model had its adapter.
-        from ..quant.frozen import align_adapters  # imports peft
+        from ..quant.layers.frozen import align_adapters  # imports peft
 
         align_adapters(model)
     elif plan is not None:

@@ -47,11 +47,11 @@ ENGINE = {
 def _all_cases(folder: str, names: list[str], repaired: bool) -> dict[str, dict[str, bool] | str]:
     """What [`_case`] says of each, or the message of the engine's refusal."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # `reload_engine` writes to a model in this process
-    from qarl_trl.rollout import _vllm_cpu
+    from qarl_trl.rollout.vllm import reloading
 
     reload: Any = nullcontext()
     if not repaired:
-        reload = patch.object(_vllm_cpu, "complete_reload", nullcontext)
+        reload = patch.object(reloading, "refresh_cpu_kernels", nullcontext)
 
     outcomes: dict[str, dict[str, bool] | str] = {}
     torch.manual_seed(1)
@@ -134,10 +134,10 @@ def _checkpoint(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _answers_after_sync(llm: Any, checkpoint: dict[str, torch.Tensor]) -> tuple[list[list[int]], list[list[float]]]:
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    _vllm.reload_engine(llm, checkpoint.items())
-    _vllm.reset_prefix_cache(llm)
+    reloading.reload_engine(llm, checkpoint.items())
+    reloading.reset_prefix_cache(llm)
     return engine_logprobs(llm)
 
 
@@ -153,7 +153,7 @@ def test_after_a_sync_the_engine_answers_as_a_fresh_one(outcomes, case):
 
 @pytest.mark.avx512  # that for AVX2 packs no tied embedding
 def test_without_the_repair_some_are_stale(tmp_path):
-    """The control. When this fails vLLM has been repaired, and the case can leave `complete_reload`."""
+    """The control. When this fails vLLM has been repaired, and the case can leave `refresh_cpu_kernels`."""
     outcomes = isolated(_all_cases, str(tmp_path), sorted(BROKEN_BY_VLLM), False)
 
     assert len(outcomes) == len(BROKEN_BY_VLLM)

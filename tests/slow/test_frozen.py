@@ -134,8 +134,8 @@ def _change_adapters(trainer: Any, answers: Any, samples: list) -> dict[str, Any
     randomize_adapter(trainer.model, seed=8)
     mismatch = _mismatch(samples, trainer.model)
     with pytest.raises(RuntimeError, match="stale|At most"):
-        engine.sync_check.check(engine.llm, 2)
-        engine.sync_check.check(engine.llm, 3)
+        engine.sync_check.check(engine.prompt_logps, 2)
+        engine.sync_check.check(engine.prompt_logps, 3)
 
     engine.sync_weights()
     moved = engine_logprobs(engine.llm) != answers
@@ -167,9 +167,9 @@ def _sleep(engine: Any, answers: Any) -> dict[str, Any]:
 
 def _forget(llm: Any) -> None:
     """Write other numbers into all weights and the adapter, as after a sleep of level 2: a CPU engine cannot sleep."""
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    model = _vllm.engine_model(llm)
+    model = reloading.engine_model(llm)
     named = [*model.named_parameters(), *model.named_buffers()]
     # Rotary embeddings are computed, not synced.
     tensors = [tensor for name, tensor in named if "rotary" not in name]

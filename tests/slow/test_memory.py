@@ -64,7 +64,7 @@ def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path):
     config = meta.read_config(model)
 
     def planned_run(scheme):
-        return example_run(meta.skeleton(config, torch.float32, quantization=scheme), config)
+        return example_run(meta.model_without_weights(config, torch.float32, quantization=scheme), config)
 
     run = planned_run("FP8_DYNAMIC")
     planned = synced_bytes(run)
@@ -119,7 +119,7 @@ def _shards(model: str, folder: str) -> dict[str, int]:
 def test_shards_of_two_processes(tmp_path):
     model = save_model(tmp_path / "model")
     config = meta.read_config(model)
-    skeleton = meta.skeleton(config, torch.float32, quantization="W4A16")
+    skeleton = meta.model_without_weights(config, torch.float32, quantization="W4A16")
     run = example_run(skeleton, config, muon=True, ranks=2, fsdp2=True)
     planned = {"gradients": trained_bytes(run)} | resident(run)
     of_one_process = resident(example_run(skeleton, config, muon=True))

@@ -32,7 +32,7 @@ def quantized_bytes(model):
 @pytest.mark.parametrize(("kind", "scheme"), [("qwen2", "W4A16_ASYM"), ("qwen3", "W8A8"), ("qwen3_moe", "W4A16")])
 def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme):
     model = apply_quantization(make_model(kind), scheme)
-    skeleton = meta.skeleton(model.config, torch.float32, quantization=scheme)
+    skeleton = meta.model_without_weights(model.config, torch.float32, quantization=scheme)
     run = example_run(skeleton, model.config, muon=False)
 
     streamed = [tensor for _, tensor in iter_low_bit_weights(model)]  # also makes the quantized values
@@ -67,7 +67,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", meta.BUNDLED)
 def test_bundled_sizes_give_the_parameters_of_the_model_cards(name):
-    skeleton = meta.skeleton(meta.read_config(name), torch.float32)
+    skeleton = meta.model_without_weights(meta.read_config(name), torch.float32)
     parameters = meta.parameters(skeleton, "adamw_torch")
 
     assert sum(parameter.entries for parameter in parameters) == PARAMETERS[name]

@@ -12,7 +12,7 @@ from tools.plan.runs import example_run
 @pytest.mark.parametrize("shape", [(151936, 8), (7, 4, 2), (3,)])
 def test_a_shard_is_what_fsdp2_keeps(ranks, shape):
     config = meta.read_config("Qwen/Qwen2.5-Math-1.5B")
-    run = example_run(meta.skeleton(config, torch.float32), config, ranks=ranks, fsdp2=True)
+    run = example_run(meta.model_without_weights(config, torch.float32), config, ranks=ranks, fsdp2=True)
 
     # `FSDPParam._init_sharded_param`: chunks of dimension 0, each padded to the first.
     first_chunk = torch.chunk(torch.empty(shape, device="meta"), ranks)[0]

@@ -30,7 +30,7 @@ def test_a_norm_of_whole_queries_counts_once():
 
     def saved_in_a_layer(kind):
         config = AutoConfig.for_model(kind, num_key_value_heads=4, **sizes)
-        run = example_run(meta.skeleton(config, torch.float32), config, muon=False)
+        run = example_run(meta.model_without_weights(config, torch.float32), config, muon=False)
         return backward.layer_saved(run)
 
     assert saved_in_a_layer("olmo2") == saved_in_a_layer("llama") + 2 * 64 * (4 + 4)
@@ -189,7 +189,7 @@ def test_several_passes_of_fsdp2_keep_gradients_that_are_not_sharded(monkeypatch
 
 def test_gradients_are_kept_only_between_passes():
     config = meta.read_config("Qwen/Qwen3-8B-Base")
-    skeleton = meta.skeleton(config, torch.float32)
+    skeleton = meta.model_without_weights(config, torch.float32)
     several = example_run(skeleton, config, ranks=8, fsdp2=True, accumulation=16)
     one_row = replace(several, rows=1)
     larger_budget = replace(several, budget=4 * 18432)
@@ -204,7 +204,7 @@ def test_gradients_are_kept_only_between_passes():
 def test_an_update_of_one_micro_batch_keeps_no_second_gradients_on_one_gpu():
     """What autograd adds up becomes the gradients."""
     config = meta.read_config("Qwen/Qwen3-8B-Base")
-    run = example_run(meta.skeleton(config, torch.float32), config, accumulation=1)
+    run = example_run(meta.model_without_weights(config, torch.float32), config, accumulation=1)
 
     assert backward.passes_of_micro_batch(run) == 4
     assert backward.gradients_between_passes(run) == 0

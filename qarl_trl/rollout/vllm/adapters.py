@@ -1,0 +1,162 @@
+"""An engine that holds a frozen low-bit base, and gets an adapter at each weight sync.
+
+vLLM can apply a LoRA adapter beside a quantized layer (`enable_lora`), to requests that ask for it
+(`LoRARequest`). It loads adapters from files only, and TRL's calls of `llm.generate` do not ask for one. So a sync
+writes the adapter to a folder and makes the engine load it (`lora/worker_manager.py`), and all later requests of the
+engine use it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, get_args
+
+from packaging.version import Version
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..._compat.versions import installed_version
+from .reloading import engine_model, reload_engine
+
+
+# vLLM knows the adapter by this name and this number.
+ADAPTER_NAME = "policy"
+ADAPTER_NUMBER = 1
+
+
+def engine_rank(rank: int) -> int:
+    """The smallest maximum rank of vLLM's engines that is at least `rank`. `ValueError` if there is none."""
+    from vllm.config.lora import MaxLoRARanks
+
+    sizes = get_args(MaxLoRARanks)
+    fitting = [size for size in sizes if size >= rank]
+    if not fitting:
+        raise ValueError(f"r must be at most {max(sizes)} for vLLM (lora_base='frozen'), got {rank}.")
+    return fitting[0]
+
+
+def lora_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """
+    The arguments of `vllm.LLM` for an engine that takes the adapter. Layers without one stay as they are.
+
+    Args:
+        shapes: The shapes of the tensors in the adapter's file, by name (`....q_proj.lora_A.weight`).
+    """
+    ranks: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if name.endswith("lora_A.weight"):
+            module = name.split(".")[-3]
+            ranks[module] = shape[0]
+
+    return {
+        "enable_lora": True,
+        "lora_target_modules": sorted(ranks),
+        "max_lora_rank": engine_rank(max(ranks.values())),
+        "max_loras": 1,
+        "lora_dtype": "bfloat16",
+    }
+
+
+def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """
+    Send `weights` to an engine: the base, if `weights` begin with it, and then the factors of the adapter.
+
+    Args:
+        llm: A colocated `vllm.LLM`.
+        weights: Names and tensors. Those of the adapter's factors contain `.lora_`, and come after all others.
+        folder: vLLM loads the adapter from there, and later requests use it.
+
+    Raises:
+        RuntimeError: if the engine does not take all of the adapter.
+    """
+    factors: dict[str, Tensor] = {}
+    # Two parts of one stream. vLLM has read the first to its end before the second begins.
+    for are_factors, part in groupby(weights, key=_is_factor):
+        if are_factors:
+            factors.update(part)
+        else:
+            reload_engine(llm, _inside_wrappers(llm, part))
+
+    _save_adapter(factors, folder)
+    _load_adapter(llm, folder)
+
+
+def _is_factor(weight: tuple[str, Tensor]) -> bool:
+    """Whether a tensor, with its name, is one of the adapter's factors."""
+    name, _ = weight
+    return ".lora_" in name
+
+
+def _inside_wrappers(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Give weights of layers that have an adapter the names that vLLM's loader finds them under."""
+    # Newer versions (0.31) look inside the wrapper themselves.
+    if Version(str(installed_version("vllm"))) >= Version("0.27"):
+        yield from weights
+        return
+
+    manager: Any = engine_model(llm).lora_manager
+    wrapped = set()
+    for name in manager.modules:
+        parent, _, layer = name.rpartition(".")
+        # A merged layer (qkv_proj) has the names of its parts in a checkpoint.
+        for part in manager.packed_modules_mapping.get(layer, [layer]):
+            wrapped.add(f"{parent}.{part}")
+
+    for name, tensor in weights:
+        layer, _, parameter = name.rpartition(".")
+        if layer in wrapped:
+            name = f"{layer}.base_layer.{parameter}"
+        yield name, tensor
+
+
+def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the files that vLLM loads an adapter from."""
+    tensors = {name: tensor.contiguous() for name, tensor in factors.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+    rank = max(len(tensor) for name, tensor in factors.items() if name.endswith("lora_A.weight"))
+    # vLLM scales B by lora_alpha / r. These factors are scaled already, so the quotient must be 1.
+    config = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _load_adapter(llm: Any, folder: Path) -> None:
+    """
+    Make the engine load the adapter again, and all later requests use it. `RuntimeError` if it takes only a part.
+    """
+    added = llm.llm_engine.add_lora(_request(folder, load_inplace=True))
+    if not added:
+        raise RuntimeError("vLLM took no adapter; its log may say why.")
+
+    # vLLM leaves out factors of layers that it does not know, without an error.
+    manager: Any = engine_model(llm).lora_manager
+    lost = manager.get_adapter(ADAPTER_NUMBER).loras.keys() - manager.modules.keys()
+    if lost:
+        raise RuntimeError(f"vLLM took no adapter for {min(lost)}; its log may say why.")
+
+    already_used = "generate" in vars(llm)
+    if not already_used:
+        sample_with(llm, folder)
+
+
+def sample_with(llm: Any, adapter: Path) -> None:
+    """
+    Make all requests of a `vllm.LLM` use the adapter in a folder.
+
+    Args:
+        llm: The engine, started by the arguments of [`lora_settings`].
+        adapter: The adapter's folder.
+    """
+    # `generate` takes the adapter as an argument, but TRL has no place to give one.
+    llm.generate = partial(llm.generate, lora_request=_request(adapter))
+
+
+def _request(folder: Path, **options: Any) -> Any:
+    """vLLM's name for the adapter in a folder."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(ADAPTER_NAME, ADAPTER_NUMBER, str(folder), **options)
