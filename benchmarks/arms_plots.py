@@ -1,4 +1,4 @@
-"""Pictures of docs/results.md and docs/metrics.md from the committed cells, with the panels of `qarl-trl report`."""
+"""Pictures of results/arms/README.md and docs/metrics.md from the committed cells, with the panels of `qarl-trl report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arms import REGIMES, file_of
+from arms import FOLDER, REGIMES, file_of
 from arms_table import read
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -84,10 +84,10 @@ def draw_one(regime: str, arm: str, seed: int) -> Figure:
 
 
 if __name__ == "__main__":
-    for name, figure in {
-        "results": partial(draw_arms, "hard"),
-        "results_hot": partial(draw_arms, "hot"),
-        "metrics_healthy": partial(draw_one, "hard", "QaRL TBPO", 0),
-        "metrics_collapsed": partial(draw_one, "stale", "rollout-only GRPO", 0),
+    for path, figure in {
+        FOLDER / "hard.png": partial(draw_arms, "hard"),
+        FOLDER / "hot.png": partial(draw_arms, "hot"),
+        DOCS / "metrics_healthy.png": partial(draw_one, "hard", "QaRL TBPO", 0),
+        DOCS / "metrics_collapsed.png": partial(draw_one, "hot", "rollout-only GRPO", 2),
     }.items():
-        figure().savefig(DOCS / f"{name}.png", dpi=100)
+        figure().savefig(path, dpi=100)

@@ -8,7 +8,8 @@ import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from real_arms import BEFORE, accuracy, cells_of
+from real_arms import BEFORE
+from real_table import accuracy, cells_of
 
 from qarl_trl.tools.report.plots import COLOURS
 
