@@ -1,4 +1,4 @@
-"""Pictures of results/arms/README.md and docs/metrics.md from the committed cells, with the panels of `qarl-trl report`."""
+"""Pictures of results/arms/README.md and docs/metrics.md from the cells, with the panels of `qarl-trl report`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MISMATCH = Panel("Mismatch between engine and learner", "nats per token", ("mism
 REWARD = Panel("Sampled reward", "mean reward", ("reward",))
 ENTROPY = Panel("Entropy", "nats per token", ("entropy",))
 ERRORS = Panel("Error tokens", "share of tokens", ("error_tokens/frac",))
-RATIO = Panel("Sequence ratio r: largest, A<0 99 %, smallest", "r", ("ratio/max", "ratio/neg_q99", "ratio/min"))
+RATIO = Panel("Ratio r: largest, A<0 99 %, smallest", "r", ("ratio/max", "ratio/neg_q99", "ratio/min"))
 
 
 def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> LoggedRun:
@@ -80,6 +80,7 @@ def draw_one(regime: str, arm: str, seed: int) -> Figure:
     figure.axes[1].set(yscale="log", ylim=(1e-8, 1))
     for axis in figure.axes:
         axis.set_xlabel("rollout batch")
+        axis.title.set_fontsize(10)  # three beside each other
     return figure
 
 
