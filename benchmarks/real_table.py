@@ -59,13 +59,13 @@ PAIRS = (
 )
 # What a user decides, over all regimes: contrast, then learner and model before and after the change.
 CHOICES = (
-    ("QaRL against rollout-only, both as deployed (rounded)", ("rollout-only", "low_bit"), ("QaRL", "low_bit")),
-    ("the same, both by GPTQ", ("rollout-only", "gptq"), ("QaRL", "gptq")),
-    ("the same, both in bfloat16", ("rollout-only", "masters"), ("QaRL", "masters")),
-    ("QaRL rounded against rollout-only, then GPTQ", ("rollout-only", "gptq"), ("QaRL", "low_bit")),
-    ("GPTQ against rounding, after bf16 rollouts", ("bf16", "low_bit"), ("bf16", "gptq")),
-    ("GPTQ against rounding, after rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
-    ("GPTQ against rounding, after QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
+    ("QaRL less rollout-only, rounded", ("rollout-only", "low_bit"), ("QaRL", "low_bit")),
+    ("both by GPTQ", ("rollout-only", "gptq"), ("QaRL", "gptq")),
+    ("both in bfloat16", ("rollout-only", "masters"), ("QaRL", "masters")),
+    ("QaRL rounded less rollout-only by GPTQ", ("rollout-only", "gptq"), ("QaRL", "low_bit")),
+    ("GPTQ less rounding, bf16 rollouts", ("bf16", "low_bit"), ("bf16", "gptq")),
+    ("the same, rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
+    ("the same, QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
 )
 LOSSES = ("GRPO", "TBPO")
 SEEDS = range(100)
@@ -310,7 +310,7 @@ def choices_table() -> str:
         mean, error = mean_and_error([pair.points for pair in pairs])
         spread = f"{min(means):+.1f} to {max(means):+.1f}"
         rows.append([what, f"{mean:+.1f} ± {error:.1f}", f"{above} of {len(pairs)}", spread])
-    return markdown(["what is compared", "points", "pairs above 0", "smallest to largest"], rows)
+    return markdown(["what is compared", "points", "pairs above 0", "range"], rows)
 
 
 def deployed_table() -> str:
