@@ -322,7 +322,7 @@ def test_the_thresholds_begin_at_0_and_rise():
 def test_the_advice_is_that_of_the_last_threshold_reached(rollout_only, row):
     rows = json.loads(RULE.read_text())
 
-    result = judge.advise_on_learner(rollout_only, quantize_learner=True)
+    result = judge.advise_on_qarl(rollout_only, quantize_learner=True)
 
     assert result.status == OK
     assert rows[row]["advice"] in result.text

@@ -77,7 +77,7 @@ def judge_mismatch(mismatch: Mismatch, args: QaRLConfig) -> CheckResult:
     )
 
 
-def advise_on_learner(rollout_only: float, quantize_learner: bool) -> CheckResult:
+def advise_on_qarl(rollout_only: float, quantize_learner: bool) -> CheckResult:
     """
     The advice of docs/which_learner.md, from the table that the page shows.
 

@@ -20,7 +20,7 @@ from ...quant.experts import num_experts
 from ...quant.scheme import support_of
 from ..evaluate.sample import generate, start_engine
 from . import OK, SKIPPED, CheckResult
-from .judge import Mismatch, advise_on_learner, judge_mismatch, status_of
+from .judge import Mismatch, advise_on_qarl, judge_mismatch, status_of
 
 
 TOKENS = 64  # sampled after each prompt
@@ -66,7 +66,7 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
 
     yield judge_mismatch(mismatch, args)
     if args.quantized:
-        yield advise_on_learner(mismatch.rollout_only, args.quantize_learner)
+        yield advise_on_qarl(mismatch.rollout_only, args.quantize_learner)
 
 
 def _why_not_measured(config: PretrainedConfig | None, args: QaRLConfig, dataset: Dataset) -> str | None:
