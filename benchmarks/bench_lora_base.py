@@ -46,7 +46,7 @@ def train(way: str, folder: str, updates: int, out: str) -> dict[str, Any]:
     import torch
 
     from qarl_trl import train as command
-    from qarl_trl.quant.convert import quantized_modules
+    from qarl_trl.quant import quantized_modules
 
     argv = [*recipe(way, folder), "--output_dir", f"{out}/run", "--max_steps", str(updates), "--disable_tqdm", "true"]
     parsed, imported, held = command.parse(argv), peak(), dict[str, int]()

@@ -105,7 +105,7 @@ def schemes(argv: Sequence[str]) -> None:
         argv: The arguments, of which there are none but `--help`.
     """
     argparse.ArgumentParser("qarl-trl schemes", description=_ABOUT_SCHEMES).parse_args(argv)
-    from .quant.scheme import GPU_GENERATIONS, SUPPORTED
+    from .quant.supported import GPU_GENERATIONS, SUPPORTED
 
     rows = [("scheme", "group sizes", "activations", "CPU", *GPU_GENERATIONS, "take it")]
     for scheme in SUPPORTED.values():

@@ -257,7 +257,7 @@ def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
 
 
 def test_schemes_prints_a_row_for_each_of_the_table(capsys):
-    from qarl_trl.quant.scheme import SUPPORTED
+    from qarl_trl.quant.supported import SUPPORTED
 
     cli.main(["schemes"])
 

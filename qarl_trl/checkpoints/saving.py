@@ -21,7 +21,7 @@ from ..export.card import CARD, edited_card, write_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..export.low_bit import holds_low_bit
 from ..guards import on_first
-from ..quant.experts import expert_modules
+from ..quant.layers.experts import expert_modules
 from ..quant.names import base_model
 from ..quant.store import iter_low_bit_weights
 from .folder import INCOMING, commit, rotate

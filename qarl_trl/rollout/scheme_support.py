@@ -15,7 +15,8 @@ from torch import nn
 
 from .._compat import installed_version
 from ..cpu_exact.ops import has_engine_ops
-from ..quant.scheme import SchemeSupport, gpu_generation, support_of
+from ..quant.scheme import support_of
+from ..quant.supported import SchemeSupport, gpu_generation
 from .cpu_support import check_engine_cpu
 
 

@@ -24,15 +24,18 @@ from ..export import quantization_config
 from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
-from ..quant.experts import num_experts
+from ..quant.layers.experts import num_experts
 from ..quant.names import base_model
-from ..quant.start import QuantizedSource, load_master_weights
+from ..quant.source import QuantizedSource
+from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
-from ..rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
-from ..rollout.sync_verdict import USUAL, USUAL_OF_MIXTURE
+from ..rollout.sync_check.check import SyncCheck
+from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
+from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
+from ..rollout.sync_check.verdict import USUAL, USUAL_OF_MIXTURE
 from ..validate import check_head, check_run
 from .settings import LowBitConfig
 
@@ -160,7 +163,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         vocabulary = self.model.config.get_text_config().vocab_size
         tokens = sync_check_tokens(tokenizer, vocabulary, length)
 
-        def score() -> Scores:
+        def score() -> LearnerLogps:
             with self.accelerator.autocast():
                 return learner_logps(self._unwrapped, tokens)
 
@@ -284,7 +287,7 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
     """
     if args.frozen:
         # The layers were quantized while they were loaded, before the model had its adapter.
-        from ..quant.frozen import align_adapters  # imports peft
+        from ..quant.layers.frozen import align_adapters  # imports peft
 
         align_adapters(model)
     elif plan is not None:

@@ -27,7 +27,7 @@ def check_adapter(config: Any, args: RunSettings) -> None:
         ImportError: if the installed peft is an untested version.
         ValueError: if the adapter or the settings do not fit.
     """
-    from ..quant.lora import check_lora_config  # imports peft, which is optional
+    from ..quant.layers.lora import check_lora_config  # imports peft, which is optional
 
     _compat.check_versions("peft")
     check_lora_config(config)

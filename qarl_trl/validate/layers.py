@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..quant.convert import apply_quantization
-from ..quant.experts import QuantExperts
-from ..quant.layer import LowBitLayer
-from ..rollout._vllm_lora import engine_rank
+from ..quant.layers.experts import QuantExperts
+from ..quant.layers.layer import LowBitLayer
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
+from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
 from .types import RunSettings
 
@@ -73,7 +73,7 @@ def _check_aligned(model: nn.Module, adapter: Any) -> None:
     """Try to put an adapter on top of a frozen base, of which `model` has no weights yet."""
     from peft import get_peft_model  # optional, so only here
 
-    from ..quant.frozen import align_adapters
+    from ..quant.layers.frozen import align_adapters
 
     with torch.device("meta"):
         # A copy, because peft writes the names of the layers into it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _compat
-from ..quant.convert import check_shardable
+from ..quant.match import check_shardable
 from .rollouts import uses_server
 from .types import RunSettings
 

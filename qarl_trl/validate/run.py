@@ -7,9 +7,9 @@ from transformers import PretrainedConfig
 
 from ..export.push import repository_of
 from ..guards import on_first
-from ..quant.experts import num_experts
+from ..quant.layers.experts import num_experts
 from ..quant.names import adapter_configs, architecture_of
-from ..quant.start import QuantizedSource
+from ..quant.source import QuantizedSource
 from .adapters import check_tied
 from .arguments import check_arguments
 from .data import check_data

@@ -16,7 +16,7 @@ from qarl_trl.export import tensors as checks
 from qarl_trl.export.expected import UnknownTensorsError
 from qarl_trl.export.tensors import check_tensors
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.experts import EXPERTS_LAYOUT
+from qarl_trl.quant.layers.experts import EXPERTS_LAYOUT
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 
 

@@ -116,7 +116,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @torch.no_grad()
 def count_packed(trainer: Any) -> int:
     """Of how many master weights FSDP2 gathers quantized values."""
-    from qarl_trl.quant.gathers import MasterShard
+    from qarl_trl.quant.sharding.gathers import MasterShard
 
     # Below the `DTensor`, which every parameter is under FSDP2.
     count = 0

@@ -63,7 +63,7 @@ def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path):
     config = meta.read_config(model)
 
     def planned_run(scheme):
-        return example_run(meta.skeleton(config, torch.float32, plan=scheme), config)
+        return example_run(meta.planned_model(config, torch.float32, plan=scheme), config)
 
     run = planned_run("FP8_DYNAMIC")
     planned = items.synced_bytes(run)
@@ -118,7 +118,7 @@ def _shards(model: str, folder: str) -> dict[str, int]:
 def test_shards_of_two_processes(tmp_path):
     model = save_model(tmp_path / "model")
     config = meta.read_config(model)
-    skeleton = meta.skeleton(config, torch.float32, plan="W4A16")
+    skeleton = meta.planned_model(config, torch.float32, plan="W4A16")
     run = example_run(skeleton, config, muon=True, ranks=2, fsdp2=True)
     planned = {"gradients": items.trained_bytes(run)} | resident(run)
     of_one_process = resident(example_run(skeleton, config, muon=True))

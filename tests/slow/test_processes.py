@@ -249,7 +249,7 @@ def _train_sharded(model: str, folder: str, gather_quantized: bool) -> dict[str,
     changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "gradient_checkpointing": True}
     trainer = trainer_of_two(model, folder, True, max_steps=2, seed=1, **changes)
     # Then FSDP2 gathers what it gathers of any model.
-    whole_weights_instead = patch("qarl_trl.quant.store.gather_quantized", lambda *_: None)
+    whole_weights_instead = patch("qarl_trl.quant.store.make_master_shards", lambda *_: None)
     with nullcontext() if gather_quantized else whole_weights_instead:
         trainer.train()
 

@@ -379,7 +379,7 @@ def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
 
 def _planned_bytes(model: str, adapter: Any) -> dict[str, int]:
     """What each of two ranks keeps, by the formulas of dev/memory.md."""
-    skeleton = meta.skeleton(meta.read_config(model), torch.float32, adapter, plan="W4A16")
+    skeleton = meta.planned_model(meta.read_config(model), torch.float32, adapter, plan="W4A16")
     parameters = meta.parameters(skeleton, "adamw_torch")
 
     # DeepSpeed cuts each parameter in two, the odd entry rounded up.

@@ -16,7 +16,7 @@ from ...cpu_exact.arithmetic import choose_arithmetic
 from ...export import save_low_bit
 from ...processes import in_fresh_process
 from ...quant import apply_quantization, remove_quantization
-from ...quant.experts import num_experts
+from ...quant.layers.experts import num_experts
 from ...quant.scheme import support_of
 from ..evaluate.sample import generate, start_engine
 from . import OK, SKIPPED, CheckResult
@@ -160,7 +160,7 @@ def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], 
     Sample an answer to each prompt from a new engine. Call it in a separate process.
 
     It keeps the log-probs of the sampled tokens, as a run does; the sync check asks for those of a prompt
-    (`rollout/prompt_logps.py`).
+    (`rollout/sync_check/engine_logps.py`).
 
     Args:
         folder: The model's folder.

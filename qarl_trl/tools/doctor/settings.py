@@ -12,7 +12,8 @@ from huggingface_hub import snapshot_download
 from trl import get_peft_config
 
 from ...config import QaRLConfig
-from ...quant.scheme import gpu_generation, support_of
+from ...quant.scheme import support_of
+from ...quant.supported import gpu_generation
 from ...validate import check_arguments, check_data, check_run
 from ..plan.command import verdict
 from ..plan.costs import GPUS

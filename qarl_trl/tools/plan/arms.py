@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...quant.scheme import gpu_generation, support_of
+from ...quant.scheme import support_of
+from ...quant.supported import gpu_generation
 from ...train import parse
 from ..report.runs import read_run
 from . import items

@@ -16,12 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
-from ...quant.convert import quantized_modules
-from ...quant.experts import PROJECTIONS, QuantExperts
-from ...quant.gathers import gathers_quantized
-from ...quant.layer import LowBitLayer
+from ...quant.layers.experts import PROJECTIONS, QuantExperts
+from ...quant.layers.layer import LowBitLayer, quantized_modules
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
+from ...quant.sharding.gathers import can_gather_quantized
 from .run import Parameter
 
 
@@ -29,7 +28,7 @@ from .run import Parameter
 BUNDLED = json.loads(Path(__file__).with_name("models.json").read_text())
 VARIANT = re.compile(r"-(Base|Instruct|Math|2507)(?=-|$)")
 
-_skeletons: dict[str, nn.Module] = {}
+_models: dict[str, nn.Module] = {}
 
 
 def read_config(name: str) -> PretrainedConfig:
@@ -62,12 +61,14 @@ def read_config(name: str) -> PretrainedConfig:
     return config
 
 
-def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, plan: Any = None) -> nn.Module:
+def planned_model(
+    config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, plan: Any = None
+) -> nn.Module:
     """
     A model without weights, with an adapter and low-bit layers. It is cached: do not change it.
 
-    `validate.skeleton` is another function. It takes no dtype, on which bytes depend, and builds the class that the
-    config names: with it, vision models would be planned by formulas that do not know their layers.
+    Not `validate.skeleton`, which takes no dtype, on which bytes depend, and builds the class that the config names:
+    with it, vision models would be planned by formulas that do not know their layers.
 
     Args:
         config: The model's config.
@@ -80,8 +81,8 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = 
     """
     # The search for options plans the same model dozens of times, and a large one takes seconds.
     key = repr((config.to_dict(), dtype, adapter, plan))
-    if key in _skeletons:
-        return _skeletons[key]
+    if key in _models:
+        return _models[key]
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -92,7 +93,7 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = 
     if plan is not None:
         model = apply_quantization(model, plan)
 
-    _skeletons[key] = model
+    _models[key] = model
     return model
 
 
@@ -170,9 +171,9 @@ def _low_bit(module: LowBitLayer, name: str, weight: Tensor, ranks: int, sizes: 
     *all_but_last, columns = weight.shape
     rows = math.prod(all_but_last)
 
-    # `gather_quantized` replaces only float32 master weights, and only if each process has whole rows of its own.
+    # `make_master_shards` replaces only float32 master weights, and only if each process has whole rows of its own.
     can_gather = name in module.gatherable and weight.dtype == torch.float32
-    gathered = can_gather and gathers_quantized(weight.shape, ranks, module.scheme)
+    gathered = can_gather and can_gather_quantized(weight.shape, ranks, module.scheme)
     local_rows = rows
     if gathered:  # each process keeps the quantized values of its own rows only
         local_rows = rows // ranks

@@ -8,11 +8,11 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig
 
-from ...quant.experts import num_experts
-from ...quant.start import quantized_source
+from ...quant.layers.experts import num_experts
+from ...quant.source import quantized_source
 from ...rollout.scheme_support import default_engine_kwargs
 from .batch import Batch
-from .model import parameters, read_config, skeleton
+from .model import parameters, planned_model, read_config
 from .run import GIB, Run
 
 
@@ -51,7 +51,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
         raise ValueError(f"plan needs a model with attention, got {name} ({config.model_type}).")
 
     adapter = _adapter_of(model_args)
-    model = skeleton(config, _dtype_of(config, settings, model_args), adapter, plan)
+    model = planned_model(config, _dtype_of(config, settings, model_args), adapter, plan)
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
     if settings.frozen and (adapter is None or num_experts(config) or engine == "server"):
         raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")

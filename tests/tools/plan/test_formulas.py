@@ -36,7 +36,7 @@ def quantized_bytes(model):
 @pytest.mark.parametrize(("kind", "scheme"), [("qwen2", "W4A16_ASYM"), ("qwen3", "W8A8"), ("qwen3_moe", "W4A16")])
 def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme):
     model = apply_quantization(make_model(kind), scheme)
-    skeleton = meta.skeleton(model.config, torch.float32, plan=scheme)
+    skeleton = meta.planned_model(model.config, torch.float32, plan=scheme)
     run = example_run(skeleton, model.config, muon=False)
 
     streamed = [tensor for _, tensor in iter_low_bit_weights(model)]  # also makes the quantized values
@@ -50,7 +50,7 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
 @pytest.mark.parametrize("shape", [(151936, 8), (7, 4, 2), (3,)])
 def test_a_shard_is_what_fsdp2_keeps(ranks, shape):
     config = meta.read_config("Qwen/Qwen2.5-Math-1.5B")
-    run = example_run(meta.skeleton(config, torch.float32), config, ranks=ranks, fsdp2=True)
+    run = example_run(meta.planned_model(config, torch.float32), config, ranks=ranks, fsdp2=True)
 
     # `FSDPParam._init_sharded_param`: chunks of dimension 0, each padded to the first.
     first_chunk = torch.chunk(torch.empty(shape, device="meta"), ranks)[0]
@@ -64,7 +64,7 @@ def test_a_norm_of_whole_queries_counts_once():
 
     def saved_in_a_layer(kind):
         config = AutoConfig.for_model(kind, num_key_value_heads=4, **sizes)
-        run = example_run(meta.skeleton(config, torch.float32), config, muon=False)
+        run = example_run(meta.planned_model(config, torch.float32), config, muon=False)
         return backward.layer_saved(run)
 
     assert saved_in_a_layer("olmo2") == saved_in_a_layer("llama") + 2 * 64 * (4 + 4)

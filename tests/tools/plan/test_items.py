@@ -8,7 +8,7 @@ from peft import LoraConfig
 from slow.toys import save_model
 from test_trainer import make
 
-from qarl_trl.quant.convert import quantized_modules
+from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
@@ -78,7 +78,7 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, muon, lor
     trainer.train()
 
     config = meta.read_config(folders[kind])
-    skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
+    skeleton = meta.planned_model(config, torch.float32, adapter, trainer.args.quant_plan())
     # Toys train in float32, on a CPU.
     run = example_run(skeleton, config, trainer.args.optim_muon, compute=4)
 
@@ -113,7 +113,7 @@ def test_kept_matrices_are_those_of_a_trainer(folders, tmp_path, frozen):
         kept += [tensor for name, tensor in layer.low_bit().prepared.items() if name.startswith("matrix")]
 
     config = meta.read_config(folders["dense"])
-    skeleton = meta.skeleton(config, torch.float32, adapter, trainer.args.quant_plan())
+    skeleton = meta.planned_model(config, torch.float32, adapter, trainer.args.quant_plan())
     # What is not quantized beside a frozen base is bfloat16, and so are its products.
     run = example_run(skeleton, config, compute=2 if frozen else 4, keeps_matrices=True, frozen=frozen)
     moments = items.moments(run)
@@ -145,7 +145,7 @@ def test_moments_of_bitsandbytes(folders, tmp_path):
     trainer.train()
 
     config = meta.read_config(folders["dense"])
-    skeleton = meta.skeleton(config, torch.float32, None, trainer.args.quant_plan())
+    skeleton = meta.planned_model(config, torch.float32, None, trainer.args.quant_plan())
     run = example_run(skeleton, config, False, parameters=meta.parameters(skeleton, "adamw_8bit"))
 
     measured = nbytes(moments_of_bitsandbytes(trainer))
@@ -177,7 +177,7 @@ PACKED = MATRICES // 2 + 2 * MATRICES // 128 + 16 * 36 * 7
 @pytest.fixture(scope="module")
 def skeleton_8b():
     config = meta.read_config("Qwen/Qwen3-8B-Base")
-    return meta.skeleton(config, torch.float32, plan="W4A16"), config
+    return meta.planned_model(config, torch.float32, plan="W4A16"), config
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", meta.BUNDLED)
 def test_bundled_sizes_give_the_parameters_of_the_model_cards(name):
-    skeleton = meta.skeleton(meta.read_config(name), torch.float32)
+    skeleton = meta.planned_model(meta.read_config(name), torch.float32)
     parameters = meta.parameters(skeleton, "adamw_torch")
 
     assert sum(parameter.entries for parameter in parameters) == PARAMETERS[name]

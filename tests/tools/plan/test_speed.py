@@ -38,7 +38,7 @@ def run_of(name, scheme=None, learner=True, lora=False, **changes):
     """The run of a model on one H200, as `benchmarks/bench_gpu_step.py` sets it."""
     config = meta.read_config(name)
     adapter = LoraConfig(task_type="CAUSAL_LM", r=32, lora_alpha=64, target_modules=LAYERS) if lora else None
-    skeleton = meta.skeleton(config, torch.bfloat16 if lora else torch.float32, adapter, scheme)
+    skeleton = meta.planned_model(config, torch.bfloat16 if lora else torch.float32, adapter, scheme)
 
     frozen = changes.get("frozen", False)
     settings = {
