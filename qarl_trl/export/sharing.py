@@ -66,6 +66,7 @@ class SharingMixin:
         """The card of the adapter."""
         model = self._unwrapped
         config = model.peft_config[model.active_adapter]  # the reference may be another adapter
+        repository = self.hub_model_id
         if self.args.frozen:
             kind = "frozen_adapter"
             served_base = self._frozen_base
@@ -74,11 +75,14 @@ class SharingMixin:
                 facts = facts | {"base_id": served_base, "base": served_base}
         else:
             kind = "merged_adapter" if self.args.quantized else "adapter"
+            if kind == "merged_adapter":
+                # The repository of such a run has the merged model alone, and no adapter.
+                repository = None
             served_base = facts["base_id"] or f"path/to/{facts['base']}"
 
         return render_card(
             kind,
-            self.hub_model_id,
+            repository,
             quantization_config(self._unwrapped),
             rank=config.r,
             served_rank=served_rank(config.r),
