@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -176,15 +175,6 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if old is not None and self._compares_sampler:  # without `old` see `_measure_mismatch`
             self._log_mismatch(old, sampling, mask)
         return output
-
-    def _tool_call_loop(self, *args: Any) -> tuple:
-        """
-        TRL's method; its number of generations differs between processes, so the engine must not wait for the others.
-        """
-        if not self.use_vllm:
-            return super()._tool_call_loop(*args)
-        with patch.object(self.vllm_generation, "alone", True):
-            return super()._tool_call_loop(*args)
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids: list[list[int]]

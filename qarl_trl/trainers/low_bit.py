@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -24,7 +25,6 @@ from ..export import quantization_config
 from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
-from ..quant.layers.experts import num_experts
 from ..quant.names import base_model
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
@@ -32,10 +32,9 @@ from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
-from ..rollout.sync_check.check import SyncCheck
+from ..rollout.sync_check.check import SyncCheck, usual_mismatch
 from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
 from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
-from ..rollout.sync_check.verdict import USUAL, USUAL_OF_MIXTURE
 from ..validate import check_head, check_run
 from .settings import LowBitConfig
 
@@ -167,8 +166,18 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             with self.accelerator.autocast():
                 return learner_logps(self._unwrapped, tokens)
 
-        usual = USUAL_OF_MIXTURE if num_experts(self.model.config) else USUAL
+        usual = usual_mismatch(self.model)
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_with_training, usual)
+
+    def _tool_call_loop(self, *args: Any) -> tuple:
+        """
+        TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must
+        not wait for the others.
+        """
+        if not self.args.has_engine:
+            return super()._tool_call_loop(*args)
+        with patch.object(self.vllm_generation, "alone", True):
+            return super()._tool_call_loop(*args)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """

@@ -19,6 +19,7 @@ from .memory import check_host_memory
 from .model import config_of, skeleton
 from .prompts import check_prompts
 from .source import find_source
+from .teacher import check_teacher
 from .types import RunSettings, TrainerArguments
 
 
@@ -50,6 +51,7 @@ def check_run(
 
     source = find_source(model, args)
     config = config_of(model, args)
+    check_teacher(model, config, source, args, trainer_arguments)
 
     if args.quantized:
         for adapter in adapter_configs(model, trainer_arguments.get("peft_config")):

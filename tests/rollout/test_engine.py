@@ -11,8 +11,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from qarl_trl import QaRLTrainer
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout import engine_settings
-from qarl_trl.rollout.engine import LowBitVLLMGeneration, _WeightsToSend
-from qarl_trl.rollout.vllm.adapters import adapter_place
+from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
 
 def generation(order, due=lambda number: True, sleep=False):
@@ -215,53 +214,6 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     assert len(gathered) == 1
 
 
-def some_weights(read):
-    """Three weights; `read` gets the names of those that were asked for."""
-    for name in ("a", "b", "c"):
-        read.append(name)
-        yield name, torch.zeros(1)
-
-
-def test_a_process_whose_send_failed_still_reads_all_weights():
-    """The other processes gather them together with this one."""
-    read = []
-    weights = _WeightsToSend(some_weights(read))
-
-    with pytest.raises(ValueError, match="no memory"), weights.read_to_the_end():
-        next(iter(weights))
-        raise ValueError("no memory")
-    assert read == ["a", "b", "c"]
-    assert weights.bytes_read == 3 * 4
-
-    # Control: Ctrl-C stops at once.
-    read.clear()
-    weights = _WeightsToSend(some_weights(read))
-    with pytest.raises(KeyboardInterrupt), weights.read_to_the_end():
-        next(iter(weights))
-        raise KeyboardInterrupt
-    assert read == ["a"]
-
-
-def test_a_process_that_sends_nothing_reads_all_weights():
-    read = []
-
-    with _WeightsToSend(some_weights(read)).read_to_the_end():
-        pass
-
-    assert read == ["a", "b", "c"]
-
-
-def test_the_error_of_a_send_stays_visible_if_reading_fails_too():
-    def broken():
-        raise KeyError("gather")
-        yield
-
-    with pytest.raises(KeyError, match="gather") as failure, _WeightsToSend(broken()).read_to_the_end():
-        raise ValueError("no memory")
-
-    assert isinstance(failure.value.__context__, ValueError)
-
-
 # Settings -------------------------------------------------------------------------------------------------------
 
 
@@ -299,17 +251,6 @@ def test_a_users_stop_tokens_are_added_to_the_trainers(monkeypatch):
     )
 
     assert engine.generation_kwargs["stop_token_ids"] == [2, 7, 3]
-
-
-# 1000 numbers of 2 bytes, twice.
-@pytest.mark.parametrize(("free", "place"), [(4001, "/dev/shm"), (4000, None)])
-def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch, free, place):
-    parameters = [("q.lora_A.weight", torch.empty(1000)), ("q.weight", torch.empty(9**6))]
-    model = SimpleNamespace(named_parameters=lambda: parameters)
-    monkeypatch.setattr("os.path.isdir", lambda path: True)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-
-    assert adapter_place(model) == place
 
 
 @pytest.mark.parametrize(

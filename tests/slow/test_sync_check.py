@@ -74,13 +74,12 @@ class FirstSync:
 
     def read(self, name: str, learner: Any = None, answers: torch.Tensor | None = None) -> None:
         """Keep the reading of a case, by other scores of the learner or by other answers if they are given."""
-        from qarl_trl.rollout.sync_check.engine_logps import engine_logps
         from qarl_trl.rollout.sync_check.verdict import read_first
 
         if learner is None:
             learner = self.learner
         if answers is None:
-            answers = engine_logps(self.engine.llm, self.sync_check.token_ids)
+            answers = self.engine.prompt_logps(self.sync_check.token_ids)
         self.rows[name] = _as_row(read_first(answers, learner, self.sync_check.before))
 
 
@@ -168,7 +167,7 @@ def _readings_of_later_syncs(trainer: Any) -> dict[str, Any]:
                 yield weight, old[weight] if is_stale else tensor
 
         def check() -> None:
-            outcomes[f"{name}, reading"] = _as_row(engine.sync_check.check(engine.llm, 2))
+            outcomes[f"{name}, reading"] = _as_row(engine.sync_check.check(engine.prompt_logps, 2))
 
         engine._iter_named_params = weights
         engine.sync_weights()

@@ -1,4 +1,8 @@
-"""How an engine starts: arguments that TRL does not give, and settings that vLLM takes from the environment."""
+"""What an engine needs at its start and TRL cannot be told.
+
+TRL 1.16 builds a colocated engine by `LLM(...)` in `VLLMGeneration._init_vllm`, from arguments of its own. Two more
+settings vLLM takes from the environment alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from trl.generation import vllm_generation
 
 
 # vLLM's switch that rounds scales of float8 blocks to powers of two. It is on if DeepGEMM is installed
-# (`vllm.utils.deep_gemm`).
+# (`vllm/utils/deep_gemm.py`).
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
@@ -43,7 +47,7 @@ def keep_learner_eager() -> None:
 
 
 @contextmanager
-def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
+def llm_arguments(built: Callable[[Any], None], /, **extra: Any) -> Iterator[None]:
     """
     Add keyword arguments to the `vllm.LLM(...)` that TRL builds inside this context.
 
@@ -51,13 +55,11 @@ def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -
         built: Is called with the engine before TRL uses it.
         extra: The arguments. They replace TRL's of the same names.
     """
-    # TRL builds the engine from arguments of its own, and has no place for others.
     original = vllm_generation.LLM
 
     def build(**kwargs: Any) -> Any:
         llm = original(**kwargs | extra)
-        if built is not None:
-            built(llm)
+        built(llm)
         return llm
 
     with patch.object(vllm_generation, "LLM", build):
