@@ -170,7 +170,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC in the CPU engine",
             WORKS,
-            "test_forward_synced_and_saved_tensors_are_the_same_bytes",
+            "test_the_learner_gives_the_engines_log_probs_bit_for_bit",
             "[which runs where](schemes.md)",
         ),
         Row(
