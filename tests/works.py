@@ -66,6 +66,8 @@ SECTIONS: dict[str, list[Row]] = {
             WORKS,
             "test_it_trains_on_low_bit_weights_and_saves_what_the_forward_used",
         ),
+        Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
+        Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),
         Row("AsyncGRPO", NOT_TRIED),
         Row("PPO, KTO, reward models", NOT_TRIED),
     ],
@@ -168,7 +170,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC in the CPU engine",
             WORKS,
-            "test_forward_synced_and_saved_tensors_are_the_same_bytes",
+            "test_the_learner_gives_the_engines_log_probs_bit_for_bit",
             "[which runs where](schemes.md)",
         ),
         Row(

@@ -345,9 +345,7 @@ def test_a_layer_that_breaks_after_the_first_sync_stops_a_run_whose_mismatch_ris
     model = save_model(tmp_path / "model")
     changes = {"verify_sync": verify, "max_steps": 6}
 
-    run = isolated(
-        _train, model, str(tmp_path / "run"), changes, "model.layers.1.mlp.down_proj", False, False, first_broken=2
-    )
+    run = isolated(_train, model, str(tmp_path / "run"), changes, "model.layers.1.mlp.down_proj", False, False, 2)
 
     if verify == "first":
         assert "After sync 3 the engine's log-probs of the sync check prompt" in run["outcome"]

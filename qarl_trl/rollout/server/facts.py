@@ -1,4 +1,8 @@
-"""What a learner and the engine of a server must have in common."""
+"""What a learner and the engine of a server must have in common.
+
+A server is started by hand, and from the model's files. If its model, scheme or vLLM is not that of the run, a sync
+may still succeed. So both ends state the same facts, and the trainer compares them.
+"""
 
 from __future__ import annotations
 
