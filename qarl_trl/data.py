@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,8 +190,11 @@ def final_answer(reference: Any) -> str:
         reference: A text, a number, a list of texts (the parts of one answer), or chat messages (the last counts).
 
     Returns:
-        `""` without an answer. Whole floats lose their `.0`.
+        `""` without an answer, also for NaN. Whole floats lose their `.0`.
     """
+    if isinstance(reference, float) and math.isnan(reference):
+        # pandas writes it for a missing answer.
+        return ""
     if isinstance(reference, float) and reference.is_integer():
         # AMC has its answers as floats, and "27.0" is not what a model writes.
         reference = int(reference)
@@ -242,6 +247,8 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
     from datasets.exceptions import DatasetGenerationError
 
     path = local_path(name_or_path)
+    if path is not None and BUILDERS.get(path.suffix) == "json" and path.is_file():
+        _refuse_null_rows(path)
     try:
         if path is not None and path.is_file():
             # A file has one split, so give it the name that is asked for, without the slice.
@@ -253,6 +260,26 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         # Their messages name neither the file nor the cause.
         cause = error.__cause__ or error
         raise ValueError(f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {cause}") from error
+
+
+def _refuse_null_rows(path: Path) -> None:
+    """Refuse (`ValueError`) a row that is null: pyarrow 26 ends the process if a block of a file begins with one."""
+    with path.open("rb") as file:
+        is_array = file.read(1) == b"["
+        file.seek(0)
+        # A file of rows has one in each line. In an array a line may be any part of a row.
+        if not is_array:
+            for number, line in enumerate(file, start=1):
+                if line.lstrip().startswith(b"null"):
+                    raise ValueError(f"The dataset {str(path)!r} must have an object in line {number}, got null.")
+            return
+
+        try:
+            rows = json.load(file)
+        except ValueError:  # datasets says what is wrong with it
+            return
+    if None in rows:
+        raise ValueError(f"The dataset {str(path)!r} must have an object in row {rows.index(None)}, got null.")
 
 
 def _column(dataset: Dataset, name: str | None, known: Sequence[str], argument: str, name_or_path: str) -> str:

@@ -19,6 +19,7 @@ BASE = {"_compat", "guards", "processes", "redact"}
 # The folders, files and modules of this package that each folder may import besides its own. The files at the top may
 # import everything but the tools.
 MAY_IMPORT = {
+    "_compat": set(),
     "quant": set(),
     "cpu_exact": set(),
     "export": {"quant"} | BASE,

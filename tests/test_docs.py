@@ -21,8 +21,8 @@ from qarl_trl.train import _groups, parse
 
 ROOT = Path(__file__).parents[1]
 FILES = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
-# They tell of files that are gone.
-HISTORY = ("CHANGELOG.md", "dev/log.md", "benchmarks/results/", "tests/test_docs.py")
+# They tell of files that are gone, or that never were.
+HISTORY = ("CHANGELOG.md", "tests/test_docs.py")
 PAGES = [name for name in FILES if name.endswith(".md") and name not in (*HISTORY, "qarl_trl/export/card.md")]
 # The keys of a recipe, which are options of these commands too.
 METHODS = {"train": QARL, "doctor": QARL, "plan": QARL, "serve": QARL, "sft": SFT, "rloo": RLOO, "distill": DISTILL}

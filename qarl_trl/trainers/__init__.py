@@ -1,4 +1,7 @@
-"""The low-bit half of a trainer, for any trainer of TRL: `class MyTrainer(LowBitMixin, SFTTrainer)`."""
+"""The low-bit half of a trainer, for any trainer of TRL: `class MyTrainer(LowBitMixin, SFTTrainer)`.
+
+`packed.py` and `measured.py` are further parts of `QaRLTrainer`, for trainers that are GRPO.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

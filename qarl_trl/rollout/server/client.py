@@ -1,4 +1,10 @@
-"""The trainer's side of a vLLM server: checks what it runs, syncs weights, and makes sure of the last sync."""
+"""The trainer's side of a vLLM server.
+
+TRL's client (`trl/generation/vllm_client.py`) sends weights from GPU to GPU, repeats requests that failed, and does
+not know which weights the server holds. This one sends packed weights through files, repeats nothing, and names each
+sync by a version, which it asks for before and after a batch: the server may have been started again, or another run
+may have synced to it.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .calls import ask_workers
 from .key import KEY
+from .worker_calls import call_workers
 
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ async def _answer_of_workers(request: Request, method: str) -> Any:
 
     try:
         args = await request.json()
-        answers = await ask_workers(request.app, method, args)
+        answers = await call_workers(request.app, method, args)
         return JSONResponse(answers)
     except Exception as error:
         return PlainTextResponse(f"{type(error).__name__}: {error}", 500)
