@@ -20,7 +20,7 @@ BASE = {"_compat", "guards", "processes", "redact"}
 # import everything but the tools.
 MAY_IMPORT = {
     "quant": set(),
-    "cpu_exact": set(),
+    "cpu_exact": {"quant"},
     "export": {"quant"} | BASE,
     "checkpoints": {"export", "quant"} | BASE,
     "learner": {"quant"} | BASE,

@@ -82,4 +82,5 @@ class WorkerExtension:
             quantization.pop("total_num_kv_heads", None)
 
         version = getattr(self.model_runner.get_model(), "qarl_version", None)
-        return {"version": version, "facts": engine_facts(config, quantization)}
+        cache_dtype = self.vllm_config.cache_config.cache_dtype
+        return {"version": version, "facts": engine_facts(config, quantization, cache_dtype)}

@@ -140,7 +140,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _connect(self) -> None:
         """Find the server, refuse one that does not match this run, and let the sync check score random weights."""
         self.enable_sleep_mode = False  # the server has GPUs of its own
-        needed = engine_facts(self.model.config, self.quantization_config)
+        cache_dtype = self.engine_kwargs.get("kv_cache_dtype", "auto")
+        needed = engine_facts(self.model.config, self.quantization_config, cache_dtype)
 
         def connect() -> bool:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"

@@ -32,13 +32,16 @@ _OF_THE_MODEL = (
 )
 
 
-def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
+def engine_facts(
+    config: PretrainedConfig, quantization: dict[str, Any] | None, cache_dtype: str = "auto"
+) -> dict[str, Any]:
     """
     Facts that learner and server must share.
 
     Args:
         config: The model's config.
         quantization: compressed-tensors' config of its schemes; `None` for bfloat16.
+        cache_dtype: vLLM's `kv_cache_dtype`.
 
     Returns:
         Plain values by dotted name, such as `config.hidden_size`.
@@ -47,6 +50,7 @@ def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) 
     facts = {
         "config": {name: getattr(text_config, name, None) for name in _OF_THE_MODEL},
         "quantization_config": quantization,
+        "kv_cache_dtype": cache_dtype,
         "vllm": installed_version("vllm"),
     }
 

@@ -79,6 +79,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
         # Without its adapter a PeftModel is its own reference.
         reference=settings.beta > 0 and adapter is None,
         accumulation=settings.gradient_accumulation_steps,
+        cache_entry=1 if settings.has_low_bit_cache else 2,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
     )
 
