@@ -32,9 +32,7 @@ def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
     return frozenset(flags[1].split())
 
 
-def why_no_engine(
-    flags: frozenset[str], machine: str, four_bits: bool = False, fp8_cache: bool = False
-) -> str | None:
+def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False, fp8_cache: bool = False) -> str | None:
     """
     Why vLLM's CPU engine cannot run on a CPU, in one sentence; `None` if it can.
 

@@ -39,7 +39,7 @@ def check_kv_cache(model: str | nn.Module, config: PretrainedConfig, args: RunSe
     if args.aligned_cache is not None and not on_cpu:
         raise ValueError(
             f"{setting} on a {args.device.type} device: there vLLM also rounds queries or attention probabilities to "
-            "float8, and the learner does not (docs/numerics.md). quantize_learner_kv: false takes the cache unaligned."
+            "float8, and the learner does not (docs/numerics.md). quantize_learner_kv: false leaves them unaligned."
         )
 
     # The sync check's learner rounds too, so a CPU needs this with an unaligned cache as well.

@@ -1,6 +1,5 @@
 """`qarl_trl.cpu_exact.kernels`: what vLLM's kernel writes into an FP8 cache, and how it attends to it."""
 
-import conftest
 import pytest
 import torch
 from quant.schemes import normal, same_bytes
@@ -9,7 +8,7 @@ from qarl_trl.cpu_exact import kernels
 from qarl_trl.quant.kv_cache import FORMATS, round_to_cache
 
 
-pytestmark = pytest.mark.skipif(conftest.NO_FOUR_BITS is not None, reason="an FP8 cache needs AVX-512, as W4A16 does")
+pytestmark = pytest.mark.avx512
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 
 
-# Bits of exponent and mantissa, the bias of the exponent, and the largest number (what lies above stands for no number).
+# Bits of exponent and mantissa, the bias of the exponent, and the largest number.
 FORMATS = {
     "fp8_e4m3": (4, 3, 7, 448.0),
     "fp8_e5m2": (5, 2, 15, 57344.0),
