@@ -31,27 +31,40 @@ def check_kv_cache(model: str | nn.Module, config: PretrainedConfig, args: RunSe
     if not args.has_low_bit_cache:
         return
 
-    setting = f"kv_cache_dtype={args.kv_cache_dtype!r}"
-    if not args.has_engine:
-        raise ValueError(f"{setting} is a setting of the engine, and the run has none. Set use_vllm: true.")
-
-    on_cpu = args.device.type == "cpu"
-    if args.aligned_cache is not None and not on_cpu:
-        raise ValueError(
-            f"{setting} on a {args.device.type} device: there vLLM also rounds queries or attention probabilities to "
-            "float8, and the learner does not (docs/numerics.md). quantize_learner_kv: false leaves them unaligned."
-        )
-
-    # The sync check's learner rounds too, so a CPU needs this with an unaligned cache as well.
-    if on_cpu:
+    check_cache_device(args, args.device.type)
+    if args.device.type == "cpu":
+        # The sync check's learner rounds too, so this holds for an unaligned cache as well.
         check_engine_cpu(args.device.type, fp8_cache=True)
-        _check_family(model, config, args, setting)
+        _check_family(model, config, args)
     if args.aligned_cache is not None:
         check_cache(args.kv_cache_dtype)
 
 
-def _check_family(model: str | nn.Module, config: PretrainedConfig, args: RunSettings, setting: str) -> None:
+def check_cache_device(args: RunSettings, device_type: str) -> None:
+    """
+    Refuse an FP8 cache without an engine, and one that the learner would have to follow on a GPU.
+
+    Args:
+        args: Settings of the run.
+        device_type: `torch.device.type` of the device that the run is for.
+
+    Raises:
+        ValueError: with the setting that helps.
+    """
+    setting = f"kv_cache_dtype={args.kv_cache_dtype!r}"
+    if args.has_low_bit_cache and not args.has_engine:
+        raise ValueError(f"{setting} is a setting of the engine, and the run has none. Set use_vllm: true.")
+
+    if args.aligned_cache is not None and device_type != "cpu":
+        raise ValueError(
+            f"{setting} on a {device_type} device: there vLLM also rounds queries or attention probabilities to "
+            "float8, and the learner does not (docs/numerics.md). quantize_learner_kv: false leaves them unaligned."
+        )
+
+
+def _check_family(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> None:
     """Refuse (`ValueError`) a model whose keys and values the engine stores in another form, or the learner misses."""
+    setting = f"kv_cache_dtype={args.kv_cache_dtype!r}"
     reason = _unfit(config)
     if reason is not None:
         raise ValueError(f"{setting} on a CPU does not go with a {config.model_type}: {reason}. Use 'auto'.")

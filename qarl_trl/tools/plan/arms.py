@@ -125,8 +125,9 @@ def arms_of(settings: Any) -> dict[str, str]:
     # What the recipe itself names is not given again: it may be a file, or in the checkpoint.
     quantized = "" if settings.quant_name == scheme else f"--quant_scheme {scheme}"
     unfrozen = "--lora_base merged" if settings.frozen else ""
+    cache = "--kv_cache_dtype auto" if settings.has_low_bit_cache else ""
     return {
-        "bf16": f"--quant_scheme none {unfrozen}",
+        "bf16": f"--quant_scheme none {cache} {unfrozen}",
         f"rollout-only {scheme}": f"{quantized} --quantize_learner false {unfrozen}",
         f"QaRL {scheme}": f"{quantized} --quantize_learner true",
         f"QaRL {other}": f"--quant_scheme {other} --quantize_learner true",

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from ...quant.experts import num_experts
 from ...quant.start import quantized_source
 from ...rollout.scheme_support import default_engine_kwargs
+from ...validate.kv_cache import check_cache_device
 from .batch import Batch
 from .model import parameters, read_config, skeleton
 from .run import GIB, Run
@@ -42,6 +43,7 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
     _check_numbers(gpus, memory)
     engine = settings.vllm_mode if settings.use_vllm else ""
     _check_engine_ranks(engine, settings.vllm_tensor_parallel_size, gpus)
+    check_cache_device(settings, "cuda")
 
     # First, so that an unknown model is reported as one, and not by the error of what reads its files next.
     name = model_args.model_name_or_path
