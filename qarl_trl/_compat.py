@@ -1,6 +1,6 @@
 """Versions, and every private part of TRL, transformers and accelerate that we use or replace, each with its reason.
 
-If one of them changes, the functions here raise instead of falling back. `rollout/_vllm*.py` does the same for vLLM.
+If one of them changes, the functions here raise instead of falling back. `rollout/vllm/` does the same for vLLM.
 """
 
 from __future__ import annotations

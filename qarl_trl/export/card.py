@@ -204,7 +204,7 @@ def served_rank(rank: int) -> int:
     Args:
         rank: The rank of an adapter.
     """
-    # An engine of our own asks vLLM which ranks it takes (`engine_rank` in `rollout/_vllm_lora.py`). A card is also
+    # An engine of our own asks vLLM which ranks it takes (`engine_rank` in `rollout/adapters.py`). A card is also
     # written where vLLM is not installed, so this uses those that all versions take: powers of two from 8 to 512.
     next_power_of_two = 1 << (rank - 1).bit_length()
     return max(8, next_power_of_two)

@@ -22,13 +22,14 @@ from .. import _compat
 from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
-from . import _vllm, _vllm_layer, _vllm_lora
 from .adapter_folder import AdapterFolder
 from .engine_settings import low_bit_settings
-from .flat_logprobs import extract_logprobs
-from .server import ServerClient
-from .server_facts import engine_facts
-from .sync_check import SyncCheck
+from .server.client import ServerClient
+from .server.facts import engine_facts
+from .sync_check.check import SyncCheck
+from .vllm import adapters, linear_layer, reloading, sampling, start
+from .vllm.attention_scales import keep_cache_scales
+from .vllm.flat_logprobs import extract_logprobs
 
 
 class LowBitVLLMGeneration(VLLMGeneration):
@@ -78,7 +79,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.seed = seed
 
         if frozen:
-            self._adapter_folder = AdapterFolder(_vllm_lora.adapter_place(model))
+            self._adapter_folder = AdapterFolder(adapters.adapter_place(model))
 
         self.synced_bytes = 0
         self.num_syncs = 0
@@ -111,17 +112,17 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self._connect()
             return
 
-        _vllm.keep_block_scales()
-        _vllm.keep_cache_scales()
+        start.keep_block_scales()
+        keep_cache_scales()
         if self.accelerator.num_processes == 1:
-            _vllm.choose_master_port()
+            start.choose_master_port()
 
         # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before
         # that.
         look = None if self.sync_check is None else self.sync_check.look_before
-        with _vllm.llm_arguments(look, **self.engine_kwargs | self._settings()):
+        with start.llm_arguments(look, **self.engine_kwargs | self._settings()):
             super()._init_vllm()
-        _vllm_layer.use_settings_of(self.llm)
+        linear_layer.use_settings_of(self.llm)
 
     def _settings(self) -> dict[str, Any]:
         """The arguments of `vllm.LLM` that TRL does not give or gives otherwise."""
@@ -130,7 +131,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             from ..quant.frozen import adapter_tensors  # imports peft
 
             shapes = {name: tensor.shape for name, tensor in adapter_tensors(self.model)}
-            settings |= _vllm_lora.lora_settings(shapes)
+            settings |= adapters.lora_settings(shapes)
 
         # The ranks of one engine share a seed, and no two engines of a run do.
         engines = self.accelerator.num_processes // self.tensor_parallel_size
@@ -171,7 +172,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         Send the learner's current low-bit tensors to the engine, clear its cached keys and values, and run the sync
         check if it is due: here, because a `rollout_func` samples without `generate`.
         """
-        start = time.perf_counter()
+        began = time.perf_counter()
         if self.enable_sleep_mode:
             clear_device_cache()
             self.llm.wake_up(tags=["weights"])
@@ -186,7 +187,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.sync_check is not None and self.sync_check.due(self.num_syncs):
             with self._all_or_none("sync check"):
                 self._check_sync(self.sync_check)
-        self.sync_seconds += time.perf_counter() - start
+        self.sync_seconds += time.perf_counter() - began
 
     @property
     def _sends_base(self) -> bool:
@@ -223,10 +224,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
             return
 
         if self._adapter_folder:
-            _vllm_lora.send(self.llm, weights, self._adapter_folder.path)
+            adapters.send(self.llm, weights, self._adapter_folder.path)
         else:
-            _vllm.reload_engine(self.llm, weights)
-        _vllm.reset_prefix_cache(self.llm)
+            reloading.reload_engine(self.llm, weights)
+        reloading.reset_prefix_cache(self.llm)
 
     def _check_sync(self, sync_check: SyncCheck) -> None:
         """Compare the engine with the learner."""
@@ -258,10 +259,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
             RuntimeError: if a completion is missing or empty, or after an earlier failure.
         """
         with self._all_or_none("generation"):
-            start = time.perf_counter()
+            began = time.perf_counter()
             synced_before = self.sync_seconds
             has_several_ranks = self.mode == "colocate" and self.tensor_parallel_size > 1
-            draws = _vllm.same_draws(self.tp_group) if has_several_ranks else nullcontext()
+            draws = sampling.same_draws(self.tp_group) if has_several_ranks else nullcontext()
             with draws, _compat.extracted_by(extract_logprobs):
                 result = super().generate(prompts, *args, **kwargs)
             if self.mode == "server":
@@ -269,7 +270,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             _check_completions(result[1], len(prompts))
 
         synced = self.sync_seconds - synced_before
-        self.rollout_seconds += time.perf_counter() - start - synced
+        self.rollout_seconds += time.perf_counter() - began - synced
         return result
 
     @contextmanager

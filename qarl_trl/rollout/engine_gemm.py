@@ -13,8 +13,8 @@ from ..quant.activations import memoize_last
 from ..quant.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, plain_gemm
 from ..quant.quantize import LowBitWeight
 from ..quant.scheme import SchemeSupport, support_of
-from ._vllm_cpu import is_cpu_engine
 from .cpu_support import check_engine_cpu
+from .vllm.platform import is_cpu_engine
 
 
 class EngineGemm(Gemm):
@@ -33,7 +33,7 @@ class EngineGemm(Gemm):
         self.plain = plain
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Tensor | None = None) -> tuple[Tensor, Saved]:
-        from ._vllm_layer import multiply  # vLLM is optional
+        from .vllm.linear_layer import engine_product  # vLLM is optional
 
         plain = self.plain
         # Marlin and Machete add a bias to the rounded output, and Marlin needs it permuted; the others add it to the
@@ -46,7 +46,7 @@ class EngineGemm(Gemm):
         cast = memoize_last(Tensor.to, x, torch.bfloat16)
         # vLLM's layer takes tokens in one dimension.
         rows = cast.reshape(-1, x.shape[-1])
-        y = multiply(rows, weight, kernel_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
+        y = engine_product(rows, weight, kernel_bias).to(x.dtype).reshape(*x.shape[:-1], -1)
 
         saved: Saved = (x,)
         if isinstance(plain, ActivationGemm):

@@ -229,7 +229,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
 
     from ..quant.frozen import align_adapters
     from ..quant.start import load_master_weights
-    from ..rollout.sync_check import learner_logps
+    from ..rollout.sync_check.learner_logps import learner_logps
 
     low_bit_base = load_master_weights(str(base.folder), freeze=base.plan())
     frozen: Any = PeftModel.from_pretrained(low_bit_base, adapter)

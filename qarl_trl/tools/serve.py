@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..rollout.server_guard import HOSTS, KEY, find_key, make_key
+from ..rollout.server.guard import HOSTS
+from ..rollout.server.key import KEY, find_key, make_key
 from ..train import parse
 
 
@@ -108,9 +109,9 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
         ValueError: if the trainer would refuse the run, or the engine cannot run its scheme.
     """
     from ..export import quantization_config
-    from ..rollout._vllm import keep_block_scales
     from ..rollout.engine_settings import low_bit_settings
     from ..rollout.scheme_support import default_engine_kwargs
+    from ..rollout.vllm.start import keep_block_scales
     from ..trainers.low_bit import quantize_policy
     from ..validate import check_run, config_of, skeleton
 
@@ -144,8 +145,8 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     # Both ends must mean the same folder, whatever folder they were started in.
     sync_folder = Path(str(args.sync_folder)).resolve()
     extensions = {
-        "worker_extension_cls": "qarl_trl.rollout._vllm_server.WorkerExtension",
-        "middleware": "qarl_trl.rollout.server_guard.Guard",
+        "worker_extension_cls": "qarl_trl.rollout.server.worker.WorkerExtension",
+        "middleware": "qarl_trl.rollout.server.guard.Guard",
         "additional_config": {"sync_folder": str(sync_folder)},
     }
     return from_trl | from_trainer | extensions

@@ -32,8 +32,10 @@ from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
-from ..rollout.sync_check import LENGTH, Scores, SyncCheck, learner_logps, sync_check_tokens
-from ..rollout.sync_verdict import USUAL, USUAL_OF_MIXTURE
+from ..rollout.sync_check.check import SyncCheck
+from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
+from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
+from ..rollout.sync_check.verdict import USUAL, USUAL_OF_MIXTURE
 from ..validate import check_head, check_run
 from .settings import LowBitConfig
 
@@ -165,7 +167,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         unaligned = self.args.has_low_bit_cache and self.args.aligned_cache is None
         cache_dtype = self.args.kv_cache_dtype if unaligned and self.args.device.type == "cpu" else None
 
-        def score() -> Scores:
+        def score() -> LearnerLogps:
             with self.accelerator.autocast(), attending_from_cache(self._unwrapped, cache_dtype):
                 return learner_logps(self._unwrapped, tokens)
 

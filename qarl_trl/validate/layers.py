@@ -13,9 +13,9 @@ from transformers import PretrainedConfig
 from ..quant.convert import apply_quantization
 from ..quant.experts import QuantExperts
 from ..quant.layer import LowBitLayer
-from ..rollout._vllm_lora import engine_rank
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
+from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
 from .types import RunSettings
 

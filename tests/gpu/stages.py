@@ -40,7 +40,7 @@ from qarl_trl.quant import (
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
 from qarl_trl.rollout.engine_gemm import GEMMS
-from qarl_trl.rollout.sync_check import low_bit_forward
+from qarl_trl.rollout.sync_check.learner_logps import low_bit_forward
 
 from .run import GIB, Run
 

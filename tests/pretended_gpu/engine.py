@@ -48,12 +48,12 @@ class Engine:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
 
-        from qarl_trl.rollout import _vllm
+        from qarl_trl.rollout.vllm import attention_scales, start
 
         self._capability = capability
         self._settings = _settings(folder, learner)
-        _vllm.keep_block_scales()
-        _vllm.keep_cache_scales()
+        start.keep_block_scales()
+        attention_scales.keep_cache_scales()
         with set_current_vllm_config(self._settings):
             _start_group(folder)
             with cuda(capability):
@@ -66,7 +66,7 @@ class Engine:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        from qarl_trl.rollout import _vllm
+        from qarl_trl.rollout.vllm import reloading
 
         def reload() -> None:
             initialize_layerwise_reload(self.model)
@@ -74,7 +74,7 @@ class Engine:
             finalize_layerwise_reload(self.model, self._settings.model_config)
 
         with set_current_vllm_config(self._settings), cuda(self._capability):
-            _vllm.reload_model(self.model, reload)
+            reloading.reload_model(self.model, reload)
 
     def sleep(self) -> None:
         """Fill memory as a sleep of level 2 leaves it: with anything, but in buffers."""

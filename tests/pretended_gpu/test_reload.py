@@ -176,18 +176,18 @@ def sync_with_reload_of_vllm(
     folder: str, kind: str, scheme: str, sizes: dict[str, int], capability: tuple[int, int]
 ) -> Syncs:
     """Neither kernels of experts nor biases are looked after."""
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    _vllm.keep_expert_kernels = lambda model: nullcontext()
-    _vllm._biases_of_checkpoint = nullcontext
+    reloading.keep_expert_kernels = lambda model: nullcontext()
+    reloading.biases_of_checkpoint = nullcontext
     return sync_a_b_a(folder, kind, scheme, capability, sizes)
 
 
 def sync_without_constants(folder: str) -> Syncs:
     """FP8 experts whose first kernels come back without the constants of the new ones."""
-    from qarl_trl.rollout import _vllm_experts
+    from qarl_trl.rollout.vllm import reload_experts
 
-    _vllm_experts._take_over = lambda layer, first, new: None
+    reload_experts._take_over = lambda layer, first, new: None
     return sync_a_b_a(folder, EXPERTS, "FP8_DYNAMIC")
 
 

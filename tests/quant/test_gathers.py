@@ -30,7 +30,7 @@ from qarl_trl.quant import (
     shards,
 )
 from qarl_trl.quant.gathers import GatheredWeight, MasterShard
-from qarl_trl.rollout.sync_check import learner_logps, low_bit_forward
+from qarl_trl.rollout.sync_check.learner_logps import learner_logps, low_bit_forward
 from quant.schemes import same_bytes
 
 

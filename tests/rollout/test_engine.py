@@ -11,8 +11,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from qarl_trl import QaRLTrainer
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout import engine_settings
-from qarl_trl.rollout._vllm_lora import adapter_place
 from qarl_trl.rollout.engine import LowBitVLLMGeneration, _WeightsToSend
+from qarl_trl.rollout.vllm.adapters import adapter_place
 
 
 def generation(order, due=lambda number: True, sleep=False):
@@ -115,7 +115,7 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch)
     monkeypatch.setattr(vllm_generation, "LLM", make_llm, raising=False)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
     monkeypatch.setattr(engine_settings, "changed_config", lambda *args: {})
-    monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
+    monkeypatch.setattr(rollout_engine.linear_layer, "use_settings_of", lambda llm: None)
 
     engine, sync_check = generation(order)
     sync_check.look_before = lambda llm: order.append("look")
@@ -138,7 +138,7 @@ def test_every_engine_of_every_run_has_a_seed_of_its_own(monkeypatch, ranks, see
     monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: taken.append(kwargs["seed"]), raising=False)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: vllm_generation.LLM(seed=0))
     monkeypatch.setattr(engine_settings, "changed_config", lambda *args: {})
-    monkeypatch.setattr(rollout_engine._vllm_layer, "use_settings_of", lambda llm: None)
+    monkeypatch.setattr(rollout_engine.linear_layer, "use_settings_of", lambda llm: None)
     engine, _ = generation([])
     engine.llm = engine.sync_check = None
     engine.model = SimpleNamespace(config=None)

@@ -7,9 +7,9 @@ from quant.schemes import low_bit_of, normal, relative_error, same_bytes
 
 from qarl_trl.quant.activations import quantize_tokens_int8
 from qarl_trl.quant.gemm import CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Int8Gemm, dequantize
-from qarl_trl.rollout._vllm_layer import multiply
 from qarl_trl.rollout.cpu_support import cpu_flags
 from qarl_trl.rollout.engine_gemm import EngineGemm
+from qarl_trl.rollout.vllm.linear_layer import engine_product
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -117,7 +117,7 @@ def test_fp8_is_the_layer_of_the_engine(with_bias):
 
     y = product(Fp8Gemm(), x, low_bit, bias)
 
-    assert same_bytes(y, multiply(x, low_bit, bias))
+    assert same_bytes(y, engine_product(x, low_bit, bias))
     if with_bias:
         # Control: the bias is not added after the rounding.
         assert not same_bytes(y, product(Fp8Gemm(), x, low_bit) + bias)

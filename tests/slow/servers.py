@@ -198,9 +198,9 @@ def amid_a_sync(act: Callable[[int], None]) -> None:
 
     The kernel does that for a lease: it signals the process that has one, and holds back the one that opens the file.
     """
-    from qarl_trl.rollout import server
+    from qarl_trl.rollout.server import client as trainers_side
 
-    ask_workers = server.ServerClient.ask_workers
+    ask_workers = trainers_side.ServerClient.ask_workers
 
     def with_a_lease(client: Any, method: str, *args: Any) -> list[Any]:
         if method == "qarl_load":
@@ -209,9 +209,9 @@ def amid_a_sync(act: Callable[[int], None]) -> None:
             _lease(files[-1], act)
         return ask_workers(client, method, *args)
 
-    server.ServerClient.ask_workers = with_a_lease
+    trainers_side.ServerClient.ask_workers = with_a_lease
     # Small parts, so that the server has read some of a sync before it opens the last one.
-    server.save_parts = partial(server.save_parts, limit=1 << 18)
+    trainers_side.save_parts = partial(trainers_side.save_parts, limit=1 << 18)
 
 
 def _lease(file: Path, act: Callable[[int], None]) -> None:

@@ -79,7 +79,7 @@ def _sample(model: Any, source: str, prompts: list[list[int]]) -> list[tuple[lis
 
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import iter_low_bit_weights
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
     llm = LLM(
         source,
@@ -91,7 +91,7 @@ def _sample(model: Any, source: str, prompts: list[list[int]]) -> list[tuple[lis
         enforce_eager=True,
         dtype="bfloat16",
     )
-    _vllm.reload_engine(llm, iter_low_bit_weights(model))
+    reloading.reload_engine(llm, iter_low_bit_weights(model))
 
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
     # Without the EOS token, which would end some answers early.

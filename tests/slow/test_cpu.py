@@ -82,15 +82,15 @@ def _start_all(folder: str) -> dict[str, dict[str, set[Any]]]:
     """What vLLM chooses on a CPU with AMX: without `choose_arithmetic` for a layer, with it for all engines."""
     from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
     from qarl_trl.quant import quantize_weight, resolve_scheme
-    from qarl_trl.rollout import _vllm_layer
+    from qarl_trl.rollout.vllm import linear_layer
 
     chosen = {}
     # vLLM asks nothing else about AMX, so the test is the same on every CPU. The first layer is only built: a CPU
     # without AMX could not run its kernel.
     pretend_amx = patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    with pretend_amx, patch.object(_vllm_layer, "choose_arithmetic", lambda: None):
+    with pretend_amx, patch.object(linear_layer, "choose_arithmetic", lambda: None):
         weight = quantize_weight(torch.randn(64, 128), resolve_scheme("W4A16"))
-        chosen["without a choice"] = choices(_vllm_layer.engine_layer(weight))
+        chosen["without a choice"] = choices(linear_layer.engine_layer(weight))
 
     with pretend_amx:
         choose_arithmetic()
@@ -107,7 +107,7 @@ def _choices_of_engine(source: str, name: str) -> dict[str, set[Any]]:
 
     from qarl_trl.export import quantization_config
     from qarl_trl.quant import apply_quantization
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
     kind = "qwen3_moe" if name == "experts" else "qwen3"
     model = make_model(kind, initializer_range=0.05)
@@ -118,7 +118,7 @@ def _choices_of_engine(source: str, name: str) -> dict[str, set[Any]]:
         apply_quantization(model, name)
         overrides["quantization_config"] = quantization_config(model)
     llm = LLM(source, load_format="dummy", hf_overrides=overrides, **ENGINE)
-    chosen = choices(_vllm.engine_model(llm))
+    chosen = choices(reloading.engine_model(llm))
 
     # All engines live in one process.
     del llm

@@ -39,17 +39,17 @@ LOST = {"mlp.down_proj": "mlp.down_proj", "self_attn.q_proj": "self_attn.qkv_pro
 
 def _one_engine(model: str, folder: str) -> dict[str, Any]:
     """Scales at the start, after syncs and after a sleep; a text; a sync of a sleeping engine, and incomplete ones."""
-    from qarl_trl.rollout import sync_check
+    from qarl_trl.rollout.sync_check.check import SyncCheck
 
     results: dict[str, Any] = {}
-    look_before = sync_check.SyncCheck.look_before
+    look_before = SyncCheck.look_before
 
     def look_first(check: Any, llm: Any) -> None:
         results["start"] = _scales(llm)
         look_before(check, llm)
 
     # The first that looks at an engine is the sync check, within the trainer's constructor.
-    with patch.object(sync_check.SyncCheck, "look_before", look_first):
+    with patch.object(SyncCheck, "look_before", look_first):
         engine = make_trainer(model, Path(folder)).vllm_generation
 
     for when in ("first sync", "second sync"):
@@ -70,18 +70,18 @@ def _one_engine(model: str, folder: str) -> dict[str, Any]:
 
 
 def _scales(llm: Any) -> list[float]:
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    attention = _vllm.engine_model(llm).get_submodule("model.layers.0.self_attn.attn")
+    attention = reloading.engine_model(llm).get_submodule("model.layers.0.self_attn.attn")
     return [float(torch.as_tensor(getattr(attention, name)).detach()) for name in SCALES]
 
 
 @torch.no_grad()
 def _overwrite_as_sleep_does(llm: Any) -> None:
     """Fill all memory of the engine's weights with other numbers."""
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    model = _vllm.engine_model(llm)
+    model = reloading.engine_model(llm)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         # The rotary cache is a buffer and none of the weights, and vLLM saves it.
         if "rotary" not in name:
@@ -124,7 +124,7 @@ def _sync_asleep(engine: Any) -> list[str]:
 
 def _incomplete_syncs(engine: Any) -> dict[str, str]:
     """What an engine says of a stream that lacks a layer."""
-    from qarl_trl.rollout._vllm import reload_engine
+    from qarl_trl.rollout.vllm.reloading import reload_engine
 
     messages = {}
     for lost in ("nothing", *LOST):
@@ -187,14 +187,14 @@ def _sync_biases(model: str, folder: str) -> list[dict[str, bool]]:
             layer.bias.data = layer.bias.data.flip(0)
 
     with patch.object(CPUWNA16LinearKernel, "process_weights_after_loading", process_like_marlin):
-        from qarl_trl.rollout import _vllm
+        from qarl_trl.rollout.vllm import reloading
 
         trainer = make_trainer(model, Path(folder), verify_sync="off")
-        layer = _vllm.engine_model(trainer.vllm_generation.llm).get_submodule("model.layers.0.self_attn.qkv_proj")
+        layer = reloading.engine_model(trainer.vllm_generation.llm).get_submodule("model.layers.0.self_attn.qkv_proj")
         # The memory that a CUDA graph would read.
         captured_bias = layer.bias.data
         return [
-            _sync_biases_once(trainer, layer, captured_bias, _vllm._biases_of_checkpoint),
+            _sync_biases_once(trainer, layer, captured_bias, reloading.biases_of_checkpoint),
             _sync_biases_once(trainer, layer, captured_bias, nullcontext),
         ]
 
@@ -203,13 +203,13 @@ def _sync_biases_once(
     trainer: Any, layer: torch.nn.Module, captured_bias: torch.Tensor, biases: Callable
 ) -> dict[str, bool]:
     """Whether layer and captured memory have the biases of a sync, which is told in which form to fill them."""
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             # Drawn for every parameter; only biases and norms move.
             parameter.add_(0.1 * torch.randn_like(parameter) * (parameter.ndim == 1))
-    with patch.object(_vllm, "_biases_of_checkpoint", biases):
+    with patch.object(reloading, "biases_of_checkpoint", biases):
         sent = sync(trainer.vllm_generation)
 
     expected = torch.cat([sent[f"model.layers.0.self_attn.{name}_proj.bias"] for name in "qkv"]).flip(0)

@@ -84,14 +84,14 @@ def _second_train(trainer: Any) -> dict[str, float]:
 
 def _nan_in_the_engine(trainer: Any) -> dict[str, Any]:
     from qarl_trl import trainer as module
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
     engine = trainer.vllm_generation
     sync = engine.sync_weights
 
     def sync_nan() -> None:
         sync()
-        _vllm.engine_model(engine.llm).model.norm.weight.data.fill_(math.nan)
+        reloading.engine_model(engine.llm).model.norm.weight.data.fill_(math.nan)
 
     with patch.object(engine, "sync_weights", sync_nan):
         message = _error(trainer.train)
@@ -145,7 +145,7 @@ def _without_tokens(outputs: list[Any]) -> list[Any]:
 
 def _failed_syncs(trainer: Any) -> dict[str, Any]:
     """A weight sync that ends in the middle of a layer, and one that Ctrl-C ends."""
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
     engine = trainer.vllm_generation
     engine.sync_weights()
@@ -174,7 +174,7 @@ def _failed_syncs(trainer: Any) -> dict[str, Any]:
     results["a weight sync heals"] = passed and engine_logprobs(engine.llm) == answers
 
     _accept_again(trainer)
-    with patch.object(_vllm, "reset_prefix_cache", _raising(None, 1, KeyboardInterrupt())):
+    with patch.object(reloading, "reset_prefix_cache", _raising(None, 1, KeyboardInterrupt())):
         with pytest.raises(KeyboardInterrupt):
             engine.sync_weights()
         results["after Ctrl-C"] = _error(engine.sync_weights)

@@ -47,11 +47,11 @@ ENGINE = {
 def _all_cases(folder: str, names: list[str], repaired: bool) -> dict[str, dict[str, bool] | str]:
     """What [`_case`] says of each, or the message of the engine's refusal."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # `reload_engine` writes to a model in this process
-    from qarl_trl.rollout import _vllm_cpu
+    from qarl_trl.rollout.vllm import reloading
 
     reload: Any = nullcontext()
     if not repaired:
-        reload = patch.object(_vllm_cpu, "complete_reload", nullcontext)
+        reload = patch.object(reloading, "complete_reload", nullcontext)
 
     outcomes: dict[str, dict[str, bool] | str] = {}
     torch.manual_seed(1)
@@ -134,10 +134,10 @@ def _checkpoint(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _answers_after_sync(llm: Any, checkpoint: dict[str, torch.Tensor]) -> tuple[list[list[int]], list[list[float]]]:
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    _vllm.reload_engine(llm, checkpoint.items())
-    _vllm.reset_prefix_cache(llm)
+    reloading.reload_engine(llm, checkpoint.items())
+    reloading.reset_prefix_cache(llm)
     return engine_logprobs(llm)
 
 

@@ -167,9 +167,9 @@ def _sleep(engine: Any, answers: Any) -> dict[str, Any]:
 
 def _forget(llm: Any) -> None:
     """Write other numbers into all weights and the adapter, as after a sleep of level 2: a CPU engine cannot sleep."""
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    model = _vllm.engine_model(llm)
+    model = reloading.engine_model(llm)
     named = [*model.named_parameters(), *model.named_buffers()]
     # Rotary embeddings are computed, not synced.
     tensors = [tensor for name, tensor in named if "rotary" not in name]

@@ -49,15 +49,16 @@ def pretend_triton() -> None:
 def run(folder: str) -> None:
     """Sync a learner to an engine with random weights; what it answers before and after goes into `result.pt`."""
     from qarl_trl.quant import iter_low_bit_weights
-    from qarl_trl.rollout import _vllm
-    from qarl_trl.rollout.sync_check import engine_logps, learner_logps
+    from qarl_trl.rollout.sync_check.engine_logps import engine_logps
+    from qarl_trl.rollout.sync_check.learner_logps import learner_logps
+    from qarl_trl.rollout.vllm import reloading
 
     model = _low_bit_model(folder)
     llm = _start_engine(model, folder)
     prompt = torch.randint(2, 40, (24,), generator=torch.Generator().manual_seed(1)).tolist()
 
     before = engine_logps(llm, prompt)
-    _vllm.reload_engine(llm, iter_low_bit_weights(model))
+    reloading.reload_engine(llm, iter_low_bit_weights(model))
     llm.reset_prefix_cache()
 
     # Greedy answers are the same in both runners; drawn ones need not be.

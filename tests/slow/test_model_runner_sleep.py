@@ -56,7 +56,7 @@ def run(folder: str, adapter: bool) -> None:
     """Sync, sleep, sync; what the engine answers goes into `result.pt`."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
     allocations = Allocations()
     load_model = GPUModelRunner.load_model
@@ -70,13 +70,13 @@ def run(folder: str, adapter: bool) -> None:
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
     send(llm)
-    _vllm.reset_prefix_cache(llm)
+    reloading.reset_prefix_cache(llm)
     before = _answers(llm)
 
     overwritten = _sleep(runner, allocations.tensors)
     asleep = _log_probs(llm)
     send(llm)
-    _vllm.reset_prefix_cache(llm)
+    reloading.reset_prefix_cache(llm)
 
     result = {
         "runner": type(runner).__mro__[1].__module__,
@@ -92,16 +92,16 @@ def run(folder: str, adapter: bool) -> None:
 def _engine(folder: str) -> tuple[Any, Callable[[Any], None]]:
     """An engine, and what syncs all weights of its learner."""
     from qarl_trl.quant import iter_low_bit_weights
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
     model = _low_bit_model(folder)
-    return _start(model, folder), lambda llm: _vllm.reload_engine(llm, iter_low_bit_weights(model))
+    return _start(model, folder), lambda llm: reloading.reload_engine(llm, iter_low_bit_weights(model))
 
 
 def _adapter_engine(folder: str) -> tuple[Any, Callable[[Any], None]]:
     """An engine that also takes an adapter, and what syncs frozen base and adapter."""
     from qarl_trl.quant import iter_low_bit_weights
-    from qarl_trl.rollout import _vllm_lora
+    from qarl_trl.rollout.vllm import adapters
 
     model = _low_bit_model(folder)
     base = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model)}
@@ -115,9 +115,9 @@ def _adapter_engine(folder: str) -> tuple[Any, Callable[[Any], None]]:
             factors[f"base_model.model.{name}.lora_A.weight"] = 0.2 * first.bfloat16()
             factors[f"base_model.model.{name}.lora_B.weight"] = 0.2 * second.bfloat16()
 
-    settings = _vllm_lora.lora_settings({name: factor.shape for name, factor in factors.items()})
+    settings = adapters.lora_settings({name: factor.shape for name, factor in factors.items()})
     tensors = [*base.items(), *factors.items()]
-    return _start(model, folder, **settings), lambda llm: _vllm_lora.send(llm, tensors, Path(folder))
+    return _start(model, folder, **settings), lambda llm: adapters.send(llm, tensors, Path(folder))
 
 
 def _low_bit_model(folder: str) -> Any:
@@ -198,10 +198,10 @@ def _prompt() -> list[int]:
 
 def _log_probs(llm: Any) -> torch.Tensor | None:
     """Of the prompt; `None` if the engine fails."""
-    from qarl_trl.rollout import _vllm
-    from qarl_trl.rollout.sync_check import engine_logps
+    from qarl_trl.rollout.sync_check.engine_logps import engine_logps
+    from qarl_trl.rollout.vllm import reloading
 
-    _vllm.reset_prefix_cache(llm)
+    reloading.reset_prefix_cache(llm)
     try:
         return engine_logps(llm, _prompt())
     except Exception:

@@ -36,7 +36,7 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     Returns:
         The parameters that got no tensor.
     """
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import attention_scales
 
     model, loaded = _vllm_model(folder, omit)
 
@@ -50,7 +50,7 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     torch.save(experts, f"{folder}/found.pt")
 
     # As in a weight sync: there are places that only other kinds of checkpoints fill.
-    return [name for name in parameters if name not in loaded and not _vllm._CACHE_SCALES.search(name)]
+    return [name for name in parameters if name not in loaded and not attention_scales.CACHE_SCALES.search(name)]
 
 
 def _vllm_model(folder: str, omit: str | None) -> tuple[torch.nn.Module, set[str]]:
@@ -145,7 +145,7 @@ def test_the_check_of_the_loader_notices_an_expert_that_is_missing(tmp_path):
 
 def _train(model: str, folder: str) -> tuple[list[float], str]:
     """Mismatches of a run, and what the engine then says of a stream that lacks a matrix of one expert."""
-    from qarl_trl.rollout._vllm import reload_engine
+    from qarl_trl.rollout.vllm.reloading import reload_engine
 
     trainer = make_trainer(model, Path(folder), quant_ignore=["lm_head", "re:.*experts.*"], router_aux_loss_coef=0.01)
     trainer.train()

@@ -87,7 +87,7 @@ def test_a_server_of_another_run_or_without_the_key_is_refused_before_training(s
 
 
 def test_nobody_but_a_trainer_gets_in(server):
-    """What the middleware refuses is in tests/rollout/test_server_guard.py; this is vLLM's own server behind it."""
+    """What the middleware refuses is in tests/rollout/server/test_guard.py; this is vLLM's own server behind it."""
     url = address(server)
     get_model = '{"method": "get_model"}'
 
@@ -105,7 +105,7 @@ def test_nobody_but_a_trainer_gets_in(server):
 
 def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
     """A short run: its log, the size of the last sync, and log-probs of a prompt after the first and the last sync."""
-    from qarl_trl.rollout.sync_check import engine_logps
+    from qarl_trl.rollout.sync_check.engine_logps import engine_logps
 
     changes: dict[str, Any] = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2}
     if server:
@@ -233,7 +233,7 @@ def test_two_trainers_share_a_server(server):
 
 def _train_on_stale_weights(place: dict[str, Any]) -> str:
     """Send the weights of the first sync at every later one, too."""
-    from qarl_trl.rollout.server import ServerClient
+    from qarl_trl.rollout.server.client import ServerClient
 
     trainer = trainer_of(place, verify_sync=1, learning_rate=1e-2)
     send = ServerClient.sync
@@ -326,7 +326,7 @@ class _Faults:
 
     def lose_a_sync(self) -> None:
         """A weight sync that never gets there."""
-        from qarl_trl.rollout.server import ServerClient
+        from qarl_trl.rollout.server.client import ServerClient
 
         ask_workers = ServerClient.ask_workers
 

@@ -37,7 +37,7 @@ def two_ranks(tmp_path_factory) -> Iterator[dict[str, Any]]:
 @contextmanager
 def keeping_syncs(folder: Path) -> Iterator[None]:
     """Copy what the server reads, sync by sync."""
-    from qarl_trl.rollout.server import ServerClient
+    from qarl_trl.rollout.server.client import ServerClient
 
     ask_workers = ServerClient.ask_workers
 

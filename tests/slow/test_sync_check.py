@@ -73,7 +73,8 @@ class FirstSync:
 
     def read(self, name: str, learner: Any = None, answers: torch.Tensor | None = None) -> None:
         """Keep the reading of a case, by other scores of the learner or by other answers if they are given."""
-        from qarl_trl.rollout.sync_check import engine_logps, read_first
+        from qarl_trl.rollout.sync_check.engine_logps import engine_logps
+        from qarl_trl.rollout.sync_check.verdict import read_first
 
         if learner is None:
             learner = self.learner
@@ -96,7 +97,7 @@ def _readings_of_first_sync(trainer: Any, model: str, scheme: str) -> dict[str, 
 
 def _read_coarse_rounding(first_sync: FirstSync) -> None:
     """Engines that round ten times as coarsely."""
-    from qarl_trl.rollout import sync_check as module
+    from qarl_trl.rollout.sync_check import rounding_noise as module
 
     seed = module.SEED
     rounding = module.ROUNDING
@@ -114,7 +115,7 @@ def _read_other_scheme(first_sync: FirstSync, model: str, scheme: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from qarl_trl.quant import apply_quantization
-    from qarl_trl.rollout.sync_check import learner_logps
+    from qarl_trl.rollout.sync_check.learner_logps import learner_logps
 
     other = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     apply_quantization(other, scheme)
@@ -295,15 +296,15 @@ def _drive_engine(texts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def _break_syncs(layer: str) -> None:
-    from qarl_trl.rollout import _vllm
+    from qarl_trl.rollout.vllm import reloading
 
-    reload_engine = _vllm.reload_engine
+    reload_engine = reloading.reload_engine
 
     def reload_and_break(llm: Any, weights: Any) -> None:
         reload_engine(llm, weights)
-        _vllm.engine_model(llm).get_submodule(layer).weight_scale.data.mul_(0)
+        reloading.engine_model(llm).get_submodule(layer).weight_scale.data.mul_(0)
 
-    _vllm.reload_engine = reload_and_break
+    reloading.reload_engine = reload_and_break
 
 
 def _record_warnings() -> list[str]:
@@ -311,7 +312,7 @@ def _record_warnings() -> list[str]:
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("qarl_trl.rollout.sync_check").addHandler(handler)
+    logging.getLogger("qarl_trl.rollout.sync_check.check").addHandler(handler)
     return warnings
 
 

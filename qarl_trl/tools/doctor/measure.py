@@ -166,7 +166,7 @@ def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], 
     Sample an answer to each prompt from a new engine. Call it in a separate process.
 
     It keeps the log-probs of the sampled tokens, as a run does; the sync check asks for those of a prompt
-    (`rollout/prompt_logps.py`).
+    (`rollout/sync_check/engine_logps.py`).
 
     Args:
         folder: The model's folder.

@@ -13,8 +13,8 @@ from ...export import files
 from ...export.card import scheme_name
 from ...export.tensors import check_tensors
 from ...quant.scheme import describe_scheme
-from ...rollout._vllm_cpu import is_cpu_engine
 from ...rollout.cpu_support import check_engine_cpu
+from ...rollout.vllm.platform import is_cpu_engine
 
 
 def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Path, Path | None]:

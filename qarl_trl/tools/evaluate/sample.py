@@ -10,8 +10,8 @@ from typing import Any
 
 from ...cpu_exact.arithmetic import choose_arithmetic
 from ...export.files import tensor_shapes
-from ...rollout._vllm_cpu import is_cpu_engine
-from ...rollout._vllm_lora import lora_settings, sample_with
+from ...rollout.vllm.adapters import lora_settings, sample_with
+from ...rollout.vllm.platform import is_cpu_engine
 
 
 def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any) -> Any:

@@ -1,0 +1,59 @@
+"""What a learner and the engine of a server must have in common."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils import flatten_dict
+
+from ..._compat import installed_version
+
+
+# Fields of a config that determine a text model; a learner and an engine with different files differ in one of these.
+_OF_THE_MODEL = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_experts_per_tok",
+    "sliding_window",
+    "rms_norm_eps",
+    "rope_parameters",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+
+
+def engine_facts(
+    config: PretrainedConfig, quantization: dict[str, Any] | None, cache_dtype: str = "auto"
+) -> dict[str, Any]:
+    """
+    Facts that learner and server must share.
+
+    Args:
+        config: The model's config.
+        quantization: compressed-tensors' config of its schemes; `None` for bfloat16.
+        cache_dtype: vLLM's `kv_cache_dtype`.
+
+    Returns:
+        Plain values by dotted name, such as `config.hidden_size`.
+    """
+    text_config = config.get_text_config()
+    facts = {
+        "config": {name: getattr(text_config, name, None) for name in _OF_THE_MODEL},
+        "quantization_config": quantization,
+        "kv_cache_dtype": cache_dtype,
+        "vllm": installed_version("vllm"),
+    }
+
+    # The server's facts come through JSON, so these go through it too: tuples become lists.
+    plain = json.loads(json.dumps(facts))
+    return {name: value for name, value in flatten_dict(plain).items() if value != {}}

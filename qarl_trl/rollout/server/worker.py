@@ -1,0 +1,88 @@
+"""Code for the workers of a vLLM server that `qarl-trl serve` starts; its command line names this file."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+from ...cpu_exact.arithmetic import choose_arithmetic
+from ..vllm import reloading
+from ..vllm.attention_scales import keep_cache_scales
+from ..vllm.platform import is_cpu_engine
+from .facts import engine_facts
+from .files import read_parts
+
+
+logger = logging.getLogger(__name__)
+
+# A worker imports this file before it makes its model.
+if is_cpu_engine():
+    choose_arithmetic()
+keep_cache_scales()
+
+
+class WorkerExtension:
+    """Methods of every worker of the server, for [`~qarl_trl.rollout.server.guard.Guard`]."""
+
+    def qarl(self, method: str, *args: Any) -> Any:
+        """
+        Call one of the methods below. An error is returned, and the trainer raises it.
+
+        If it were raised here, vLLM would raise the error of the first such rank, and take later ranks' answers for
+        those of its next call.
+
+        Args:
+            method: Its name.
+            args: Its arguments.
+
+        Returns:
+            What the method returns, or `{"error": ...}`.
+        """
+        try:
+            return getattr(self, method)(*args)
+        except Exception as error:
+            logger.exception("%s failed", method)
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def qarl_load(self, version: str, files: int) -> None:
+        """
+        Load a whole sync from the server's `sync_folder`.
+
+        It is one call, so the server stays usable if the trainer dies meanwhile. It opens everything first, so an
+        incomplete folder does not change the weights.
+
+        Args:
+            version: The version of the sync, and the name of its folder.
+            files: The number of its files.
+
+        Raises:
+            RuntimeError: if an earlier sync failed.
+            ValueError: if the folder is incomplete.
+        """
+        sync_folder = self.vllm_config.additional_config.get("sync_folder", "")
+        tensors = read_parts(sync_folder, version, files)
+
+        # A model with random weights has no version. The version is `None` during a sync and after a failed one, with
+        # whose buffered tensors vLLM's next reload would continue.
+        model = self.model_runner.get_model()
+        if getattr(model, "qarl_version", "random") is None:
+            raise RuntimeError("an earlier sync to this server failed, so it may hold mixed weights: start it again")
+
+        model.qarl_version = None
+        has_graphs = not self.vllm_config.model_config.enforce_eager
+        reloading.reload_model(model, partial(self.reload_weights, weights_iterator=tensors), has_graphs)
+        model.qarl_version = version
+
+    def qarl_state(self) -> dict[str, Any]:
+        """The version of this worker's weights, and its facts ([`~qarl_trl.rollout.server.facts.engine_facts`])."""
+        config = self.vllm_config.model_config.hf_config
+        quantization = config.to_dict().get("quantization_config")
+        if quantization:
+            # vLLM adds these to the config that the server was started with.
+            quantization.pop("total_num_heads", None)
+            quantization.pop("total_num_kv_heads", None)
+
+        version = getattr(self.model_runner.get_model(), "qarl_version", None)
+        cache_dtype = self.vllm_config.cache_config.cache_dtype
+        return {"version": version, "facts": engine_facts(config, quantization, cache_dtype)}

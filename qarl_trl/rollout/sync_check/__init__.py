@@ -1,0 +1,1 @@
+"""The sync check: does the engine answer with the weights of the last sync?"""

@@ -1,0 +1,153 @@
+"""The verdict of the sync check, from the log-probs of one prompt by engine and learner.
+
+Mismatches are judged by the noise floor: how far rounding alone moves the learner's log-probs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .learner_logps import LearnerLogps
+
+
+# Mismatches in noise floors. Healthy engines had at most 1.4 (docs/numerics.md), on CPUs and on an H200, but 4.0 with
+# Marlin's W4A16 experts on the H200. Up to USUAL, or USUAL_OF_MIXTURE with experts, a first sync passes.
+# Above TENFOLD, where kernels would be ten times as far apart, it fails. Between them the mismatch must fall below
+# LEFT times that before the sync, since with 8-bit activations a missing layer stays below TENFOLD. Later mismatches
+# may be GROWTH times the first.
+USUAL = 3.0
+USUAL_OF_MIXTURE = 6.0
+TENFOLD = 13.0
+LEFT = 0.2
+GROWTH = 3.0
+# Smallest noise floor in nats, for learners with nearly uniform answers.
+RESOLUTION = 1e-4
+# Movements are compared once the learner has moved this many standard deviations of noise since the anchor.
+VISIBLE = 12.0
+
+
+class Reading(NamedTuple):
+    """
+    The result of one check in this process. Mismatches are mean absolute log-prob differences in nats per token.
+
+    Args:
+        logp_diff: The mismatch between engine and learner.
+        noise_floor: The mismatch between the learner without and with rounding noise.
+        limit: The largest mismatch that passes; infinite where the model's answers allow no verdict.
+        followed: Share of the learner's movement since the anchor that the engine also made: 1 with the new weights, 0
+            with the old. NaN if the learner has not moved visibly.
+    """
+
+    logp_diff: float
+    noise_floor: float
+    limit: float
+    followed: float = math.nan
+
+    @property
+    def stale(self) -> bool:
+        """Whether the engine still answers with older weights."""
+        return self.followed < 0.5
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the check fails, also by a mismatch that is NaN or infinite."""
+        return self.stale or not math.isfinite(self.logp_diff) or self.logp_diff > self.limit
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """
+    What later checks compare with: the state at a check that passed.
+
+    Args:
+        engine: The engine's log-probs, `(T - 1,)` float32.
+        learner: The learner's log-probs without noise, `(T - 1,)` float32.
+        ratio: The first mismatch of the run in noise floors, at least so large that the usual one may come back.
+    """
+
+    engine: Tensor
+    learner: Tensor
+    ratio: float
+
+
+def read_first(engine: Tensor, learner: LearnerLogps, before: Tensor | None, usual: float = USUAL) -> Reading:
+    """
+    Judge the first sync of a run, which must bring the engine near the learner.
+
+    Args:
+        engine: The engine's log-probs after the sync, `(T - 1,)` float32.
+        learner: The learner's.
+        before: The engine's before the sync, with random weights; `None` if it may hold weights of an earlier run.
+        usual: Mismatch that always passes, in noise floors.
+    """
+    logp_diff = _mismatch(engine, learner.plain)
+    noise_floor = _noise_floor(learner)
+
+    limit = TENFOLD * noise_floor
+    if before is not None:
+        logp_diff_before = _mismatch(before.to(engine.device), learner.plain)
+        limit = max(usual * noise_floor, min(limit, LEFT * logp_diff_before))
+
+        # An engine that the sync did not reach would pass, too, so there is no verdict.
+        if limit >= logp_diff_before:
+            limit = math.inf
+    return Reading(logp_diff=logp_diff, noise_floor=noise_floor, limit=limit)
+
+
+def read_later(engine: Tensor, learner: LearnerLogps, anchor: Anchor) -> Reading:
+    """
+    Judge a later sync by the first mismatch of the run and by the learner's movement.
+
+    An update may move log-probs less than two kernels differ, so the size of the mismatch cannot show a stale engine.
+    But the engine's movement since the anchor, projected on the learner's, is as long as the learner's with the new
+    weights and 0 with the old.
+
+    Args:
+        engine: The engine's log-probs after the sync, `(T - 1,)` float32.
+        learner: The learner's.
+        anchor: The last check at which the learner had moved visibly.
+    """
+    noise_floor = _noise_floor(learner)
+    return Reading(
+        logp_diff=_mismatch(engine, learner.plain),
+        noise_floor=noise_floor,
+        limit=GROWTH * anchor.ratio * noise_floor,
+        followed=_share_followed(engine, learner, anchor),
+    )
+
+
+def _share_followed(engine: Tensor, learner: LearnerLogps, anchor: Anchor) -> float:
+    """
+    Share of the learner's movement since the anchor that the engine also made; NaN if it is not visible.
+
+    Noise adds little in the one direction of the movement: if `T - 1` independent errors have norm `n`, the standard
+    deviation along it is `n / sqrt(T - 1)`. Both readings of the engine have this error. So a movement of VISIBLE
+    standard deviations is measured to `sqrt(2) / 12 = 0.12` of itself, and a share below one half is four standard
+    deviations from 1.
+    """
+    movement = learner.plain - anchor.learner
+    engine_movement = engine - anchor.engine
+
+    # How far roundings move log-probs: those of the learner, or those between engine and learner at the anchor.
+    rounding = (learner.noisy - learner.plain).norm().item()
+    kernels = (anchor.engine - anchor.learner).norm().item()
+    visible_length = VISIBLE * max(rounding, kernels) / math.sqrt(len(movement))
+
+    # So written that a NaN counts as not visible.
+    if not movement.norm().item() > visible_length:
+        return math.nan
+    return (engine_movement @ movement / (movement @ movement)).item()
+
+
+def _noise_floor(learner: LearnerLogps) -> float:
+    """The mismatch that rounding alone makes, in nats per token."""
+    return max(_mismatch(learner.noisy, learner.plain), RESOLUTION)
+
+
+def _mismatch(logps: Tensor, others: Tensor) -> float:
+    """Mean absolute difference of two log-probs `(T - 1,)`, in nats per token."""
+    return (logps - others).abs().mean().item()

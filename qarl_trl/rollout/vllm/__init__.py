@@ -1,0 +1,1 @@
+"""Every place where rollouts reach into vLLM's private parts, each with its reason."""

@@ -1,0 +1,46 @@
+"""Biases over a reload, which vLLM leaves in the form of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+@contextmanager
+def biases_of_checkpoint() -> Iterator[None]:
+    """
+    Let a reload fill biases in the form of a checkpoint, and leave what kernels make of them in their old memory.
+
+    A reload gives the other parameters their first form before it loads, but not biases (`SKIP_TENSORS`). Marlin pads
+    and permutes a bias, W4A8 on a CPU casts it: the loader would write over that form, or find a bias that is longer
+    than the checkpoint's. Some kernels put an ordinary parameter in its place, without loader and dimension to split;
+    others a new tensor into the old parameter, which a CUDA graph would not read.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    restore = layerwise.restore_layer_on_meta
+
+    def restore_with_bias(layer: Any, info: Any) -> None:
+        restore(layer, info)
+
+        # vLLM has kept this one, and will copy into it what the kernel makes of the loaded one.
+        bias: Any = getattr(layer, "bias", None)
+        if isinstance(bias, torch.nn.Parameter) and hasattr(layer, "weight_loader"):
+            layer.bias = _empty_bias(layer, bias)
+
+    with patch.object(layerwise, "restore_layer_on_meta", restore_with_bias):
+        yield
+
+
+def _empty_bias(layer: Any, bias: Any) -> torch.nn.Parameter:
+    """A bias as vLLM creates it for a linear layer: not padded, with the loader and the dimension of its split."""
+    size = getattr(layer, "output_size_per_partition", bias.numel())
+
+    empty: Any = torch.nn.Parameter(bias.data.new_empty(size), requires_grad=False)
+    empty.output_dim = getattr(bias, "output_dim", 0)
+    empty.weight_loader = getattr(bias, "weight_loader", layer.weight_loader)
+    return empty

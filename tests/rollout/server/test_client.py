@@ -1,0 +1,294 @@
+"""`qarl_trl.rollout.server.client`: what a trainer refuses of a server. The real one: tests/slow/test_server.py."""
+
+import copy
+import json
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from qarl_trl.rollout.server import files
+from qarl_trl.rollout.server.client import ServerClient
+from qarl_trl.rollout.server.facts import engine_facts
+from qarl_trl.rollout.server.files import read_parts
+
+
+class Stub(BaseHTTPRequestHandler):
+    """The routes that a trainer asks, and what they answer; a callable answers by the request's body."""
+
+    def do_GET(self):
+        body = self.read_json()
+        self.server.asked.append((self.path, body, self.headers.get("Authorization")))
+
+        answer = self.server.answers.get(self.path, {})
+        status = 200
+        if callable(answer):
+            status, answer = answer(body)
+        if status == 0:
+            # The server dies before it has answered.
+            self.connection.close()
+            return
+
+        raw = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    do_POST = do_GET
+
+    def read_json(self):
+        length = int(self.headers.get("Content-Length", 0))
+        return json.loads(self.rfile.read(length) or "{}")
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def client_of(answers, folder="nowhere"):
+    """A client of a stub with these answers; `client.asked` lists path, body and key of every request."""
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    stub.answers = {"/v1/models": {"data": [{"id": "m"}]}, "/get_world_size": {"world_size": 1}} | answers
+    stub.asked = []
+    threading.Thread(target=stub.serve_forever, args=(0.02,), daemon=True).start()
+
+    try:
+        client = ServerClient(folder, base_url=f"http://127.0.0.1:{stub.server_address[1]}")
+        client.asked = stub.asked
+        yield client
+    finally:
+        stub.shutdown()
+        stub.server_close()
+
+
+def asked_paths(client):
+    return [path for path, _, _ in client.asked]
+
+
+# The server -----------------------------------------------------------------------------------------------------
+
+
+QUANTIZATION = {"config_groups": {"group_0": {"weights": {"num_bits": 4}, "input_activations": None}}}
+
+
+def changed_facts(config, changes):
+    """The facts of a server with `changes` in its config, its quantization or its vLLM."""
+    config = copy.deepcopy(config)
+    for name in changes.keys() & config.to_dict().keys():
+        setattr(config, name, changes[name])
+
+    quantization = copy.deepcopy(QUANTIZATION)
+    quantization["config_groups"]["group_0"]["input_activations"] = changes.get("activations")
+
+    facts = engine_facts(config, changes.get("quantization", quantization))
+    if "vllm" in changes:
+        facts["vllm"] = changes["vllm"]
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": 1e-5}, "config.rms_norm_eps must be 1e-06, got 1e-05"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta must be 10000.0, got 5.0"),
+        ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
+        ({"activations": {"num_bits": 8}}, "input_activations.num_bits must be None, got 8"),
+        ({"vllm": "0.1"}, "vllm must be '0.3"),
+        ({"ranks": 2}, "ranks must be 1, got 2"),
+    ],
+)
+def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, changes, words):
+    config = tiny_model().config
+    needed = engine_facts(config, QUANTIZATION)
+    answers = {
+        "/qarl_state": [{"version": None, "facts": changed_facts(config, changes)}],
+        "/get_world_size": {"world_size": changes.get("ranks", 1)},
+    }
+
+    with client_of(answers) as client, pytest.raises(ValueError, match="is not the engine of this run") as error:
+        client.check(needed)
+
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("version", "random"), [(None, True), ("of an earlier run", False)])
+def test_a_server_with_other_settings_of_no_matter_is_taken(tiny_model, version, random):
+    """And it says whether its weights are random."""
+    config = tiny_model().config
+    changes = {"use_cache": False, "eos_token_id": 7, "attention_dropout": 0.1}
+    answers = {"/qarl_state": [{"version": version, "facts": changed_facts(config, changes)}]}
+
+    with client_of(answers) as client:
+        assert client.check(engine_facts(config, QUANTIZATION)) is random
+
+
+def test_a_server_that_nobody_started_as_ours_is_told_how():
+    answers = {"/qarl_state": lambda body: (404, {"detail": "Not Found"})}
+
+    with client_of(answers) as client, pytest.raises(ValueError, match="404.*qarl-trl serve --config"):
+        client.check({})
+
+
+def test_no_server_or_something_else_at_the_address_is_one_clear_error():
+    nobody = r"No vLLM server answers at http://127.0.0.1:9 after 0 s.*qarl-trl serve"
+    with pytest.raises(ConnectionError, match=nobody):
+        ServerClient("nowhere", base_url="http://127.0.0.1:9")
+
+    # Another program, which has no such route.
+    with pytest.raises(ConnectionError, match="404"), client_of({"/health": lambda body: (404, {})}):
+        pass
+
+
+def test_the_key_goes_with_every_request_and_a_wrong_one_is_a_permission_error(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+
+    with client_of({"/weights": lambda body: (401, {})}) as client:
+        with pytest.raises(PermissionError):
+            client._get(f"{client.base_url}/weights")
+
+        keys = {key for path, _, key in client.asked if path != "/health"}
+        assert keys == {"Bearer sesame"}
+
+
+def test_a_machine_that_vanishes_is_noticed_by_keepalive_packets():
+    with client_of({}) as client:
+        # A connection as `requests` would make it.
+        manager = client.session.get_adapter(client.base_url).poolmanager
+        pool = manager.connection_from_url(client.base_url)
+        connection = pool.ConnectionCls(pool.host, pool.port, **pool.conn_kw)
+        connection.connect()
+
+        assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 300
+        connection.close()
+
+
+# Completions ----------------------------------------------------------------------------------------------------
+
+
+COMPLETION = {"choices": [{"prompt_token_ids": [1, 2], "token_ids": [3], "logprobs": None}]}
+
+
+def states_in_turn(*versions):
+    """A route that answers with the versions of all ranks, one list after the other."""
+    answers = iter(versions)
+    return lambda body: (200, [{"version": version} for version in next(answers)])
+
+
+def test_a_completion_of_the_synced_weights_is_returned():
+    answers = {"/qarl_state": states_in_turn(["mine"], ["mine"]), "/v1/completions": COMPLETION}
+
+    with client_of(answers) as client:
+        client.version = "mine"
+        answer = client.generate([[1, 2]], n=1)
+
+        client.raise_failure()  # there is none
+        assert answer["completion_ids"] == [[3]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (["old"], ["old"], "must hold version 'mine' of the weights, got 'old'"),
+        ([None], [None], "got None: it was started again"),
+        (["mine"], ["other"], "got 'other'"),
+        (["mine", "old"], ["mine"], "'old'"),  # of two ranks
+    ],
+)
+def test_no_completion_of_other_weights_is_returned(before, after, words):
+    answers = {"/qarl_state": states_in_turn(before, after), "/v1/completions": COMPLETION}
+
+    with client_of(answers) as client:
+        client.version = "mine"
+        answer = client.generate([[1, 2]], n=1)
+
+        # The error comes later, when all processes have their answers.
+        assert answer["completion_ids"] == []
+        with pytest.raises(RuntimeError, match="resume from the last checkpoint") as error:
+            client.raise_failure()
+        assert words in str(error.value)
+        client.raise_failure()  # once
+
+
+def test_a_server_that_dies_is_asked_once():
+    with client_of({"/qarl_state": lambda body: (0, {})}) as client:
+        client.version = "mine"
+        client.generate([[1, 2]], n=1)
+
+        with pytest.raises(ConnectionError, match="died or hung up during /qarl_state"):
+            client.raise_failure()
+        # Not again: it may have sampled the answer that was lost.
+        assert asked_paths(client).count("/qarl_state") == 1
+
+
+# Syncs ----------------------------------------------------------------------------------------------------------
+
+
+TENSORS = {"b": torch.arange(8), "a": torch.arange(8) + 1}
+
+
+def reading_answers(folder, received):
+    """The routes of a stub that reads a weight sync from a folder as the server does."""
+
+    def load(body):
+        version, files = body
+        for name, tensor in read_parts(str(folder), version, files):
+            received.append((name, tensor.clone()))
+        return 200, [None]
+
+    return {"/qarl_load": load, "/reset_prefix_cache": {"success": True}}
+
+
+def is_empty(folder):
+    return list(folder.iterdir()) == []
+
+
+def test_a_sync_arrives_and_its_files_are_removed(tmp_path):
+    received = []
+
+    with client_of(reading_answers(tmp_path, received), tmp_path) as client:
+        client.sync(TENSORS.items())
+
+        (asked,) = [body for path, body, _ in client.asked if path == "/qarl_load"]
+        assert asked == [client.version, 1]
+        assert client.version.endswith("-1")
+
+    assert sorted(name for name, _ in received) == ["a", "b"]
+    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in received)
+    assert is_empty(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("route", "answer", "words"),
+    [
+        ("/qarl_load", (500, {"error": "unknown"}), "refused /qarl_load .500.*unknown"),
+        ("/qarl_load", (200, [None, {"error": "kept old"}]), "failed in 1 of 2 ranks .*rank 1: kept"),
+        ("/reset_prefix_cache", (200, {"success": False}), "could not reset its prefix cache"),
+    ],
+)
+def test_a_sync_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path, route, answer, words):
+    answers = reading_answers(tmp_path, []) | {route: lambda body: answer}
+
+    with client_of(answers, tmp_path) as client:
+        client.version = "mine"
+        with pytest.raises(RuntimeError, match=words):
+            client.sync(TENSORS.items())
+
+        assert client.version is None
+        assert is_empty(tmp_path)
+
+
+def test_a_full_folder_is_said_with_its_name_and_the_server_is_not_asked(tmp_path):
+    full = patch.object(files, "save_file", side_effect=OSError(28, "No space left on device"))
+
+    with client_of(reading_answers(tmp_path, []), tmp_path) as client, full:
+        with pytest.raises(RuntimeError, match=f"sync_folder '{tmp_path}'.*No space left"):
+            client.sync(TENSORS.items())
+
+        assert "/qarl_load" not in asked_paths(client)
+        assert is_empty(tmp_path)

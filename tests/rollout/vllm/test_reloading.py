@@ -1,0 +1,166 @@
+"""`qarl_trl.rollout.vllm.reloading`: an engine must take every tensor; the real one is in tests/slow."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from slow.isolated import isolated_group
+from torch import nn
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from qarl_trl.rollout.vllm import reloading, sampling
+
+
+# vLLM's own reload of a model of three layers; whole engines are in tests/slow ----------------------------------
+
+
+class Merged(nn.Module):
+    """Two matrices in one, and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3))
+        self.weight.weight_loader = self.load_part
+        self.k_scale = nn.Parameter(torch.zeros(1))
+
+    @staticmethod
+    def load_part(param, tensor, part):
+        param.data[2 * part :][:2].copy_(tensor)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(2, 3)
+        self.merged = Merged()
+        self.head = nn.Linear(3, 2, bias=False)
+
+    def load_weights(self, stream):
+        params = dict(self.named_parameters())
+        parts = {"gate": 0, "up": 1}
+
+        for name, tensor in stream:
+            if name in parts:
+                param = params["merged.weight"]
+                param.weight_loader(param, tensor, parts[name])
+            else:
+                param = params[name]
+                loader = getattr(param, "weight_loader", default_weight_loader)
+                loader(param, tensor)
+
+
+def reload(tied=False, lost=()):
+    """The model after a reload with ones, without the tensors `lost`."""
+    model = Model()
+    if tied:
+        model.head.weight = model.embed.weight
+    # As vLLM does when it has made a model.
+    record_metadata_for_reloading(model)
+    stream = [(name, torch.ones(2, 3)) for name in ("embed.weight", "gate", "up", "head.weight") if name not in lost]
+
+    def run():
+        initialize_layerwise_reload(model)
+        model.load_weights(stream)
+        finalize_layerwise_reload(model, None)
+
+    reloading.reload_model(model, run)
+    return model
+
+
+def test_an_engine_that_takes_everything_is_accepted():
+    """Scales of a cache, which a sync never has, are not waited for."""
+    model = reload()
+
+    weights = [param for name, param in model.named_parameters() if name.endswith("weight")]
+    assert all((weight == 1).all() for weight in weights)
+
+
+@pytest.mark.parametrize(("lost", "name"), [("head.weight", "head.weight"), ("up", "merged.weight")])
+def test_a_tensor_or_a_part_of_one_that_the_engine_did_not_get_is_an_error(lost, name):
+    with pytest.raises(RuntimeError, match=rf"old values for 1 tensors, first \['{name}'\]"):
+        reload(lost=[lost])
+
+
+def test_a_tied_weight_needs_one_of_its_names():
+    reload(tied=True, lost=["head.weight"])
+
+    with pytest.raises(RuntimeError, match=r"old values for 2 tensors, first \['embed.weight', 'head.weight'\]"):
+        reload(tied=True, lost=["head.weight", "embed.weight"])
+
+
+def test_an_engine_that_does_not_load_is_an_error():
+    with pytest.raises(RuntimeError, match="reloaded without its loaders"):
+        reloading.reload_model(Model(), lambda: None)
+
+
+# The cache ------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """A `vllm.LLM` whose prefix cache is reset or not, as `resets` says."""
+
+    def __init__(self, resets):
+        self.reset_prefix_cache = lambda: resets
+        self.llm_engine = SimpleNamespace(reset_encoder_cache=self.forget_images)
+        self.forgot_images = False
+
+    def forget_images(self):
+        self.forgot_images = True
+
+
+def test_the_caches_of_keys_and_of_image_features_are_cleared():
+    llm = Engine(resets=True)
+
+    reloading.reset_prefix_cache(llm)
+
+    assert llm.forgot_images
+
+
+def test_a_prefix_cache_that_stays_is_an_error():
+    with pytest.raises(RuntimeError, match="requests are still running"):
+        reloading.reset_prefix_cache(Engine(resets=False))
+
+
+# The seeds of requests ------------------------------------------------------------------------------------------
+
+
+def _draws():
+    """
+    What numpy's generator gives inside of two contexts, and its position after a third one that fails.
+
+    Before them, a reward function has drawn from it in the second process.
+    """
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    np.random.seed(0)
+    np.random.random(rank)
+
+    drawn = []
+    for _ in range(2):
+        with sampling.same_draws(torch.distributed.group.WORLD):
+            drawn.append(np.random.randint(2**60, size=3).tolist())
+
+    with pytest.raises(KeyError), sampling.same_draws(torch.distributed.group.WORLD):
+        np.random.random(rank)
+        raise KeyError
+
+    position = np.random.get_state()[2]
+    return drawn, position
+
+
+@pytest.mark.slow
+def test_ranks_of_an_engine_draw_the_same_seeds_and_keep_their_own_generator():
+    """vLLM's model runner V2 takes the seeds of requests from it."""
+    (first, first_position), (second, second_position) = isolated_group(_draws, 2)
+
+    assert first == second
+    # The next batch has other seeds.
+    assert first[0] != first[1]
+    # Control: the second process has drawn once more.
+    assert second_position > first_position
