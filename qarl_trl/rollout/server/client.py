@@ -17,6 +17,7 @@ from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
 
 from ..sync_check.engine_logps import REQUEST
+from ..vllm.adapters import ADAPTER_NAME, Lookahead, is_factor, save_adapter
 from .files import save_parts
 from .key import find_key
 
@@ -178,7 +179,8 @@ class ServerClient(VLLMClient):
         Send checkpoint tensors, and mark them with the next version.
 
         Args:
-            stream: Names and tensors of a whole checkpoint.
+            stream: Names and tensors of a whole checkpoint; beside a frozen base those of the adapter's factors after
+                the base, or alone.
 
         Raises:
             RuntimeError: if the files cannot be written, or if a parameter of the server got no values.
@@ -191,8 +193,12 @@ class ServerClient(VLLMClient):
         folder = self.sync_folder / version
         folder.mkdir(parents=True)
         try:
-            files = save_parts(stream, folder)
-            self.ask_workers("qarl_load", version, files)
+            weights = Lookahead(stream)
+            files = save_parts(weights.until(is_factor), folder)
+            has_adapter = weights.has_next
+            if has_adapter:
+                save_adapter(dict(weights), folder)
+            self.ask_workers("qarl_load", version, files, has_adapter)
         finally:
             # Also after a failure: the folder has the size of the model.
             shutil.rmtree(folder)
@@ -202,6 +208,9 @@ class ServerClient(VLLMClient):
         if answer.get("success") is False:
             raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
         self.version = version
+        if has_adapter:
+            # Requests name the adapter as their model; the server's own name means the base alone.
+            self.model = ADAPTER_NAME
 
     def require_synced(self) -> None:
         """Raise (`RuntimeError`) unless every worker holds the last sync of this run."""

@@ -59,9 +59,21 @@ def lora_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     }
 
 
+def settings_of(model: Any) -> dict[str, Any]:
+    """
+    [`lora_settings`] of a model.
+
+    Args:
+        model: A `PeftModel` on a frozen base, with weights or without.
+    """
+    from ...quant.frozen import adapter_tensors  # imports peft
+
+    return lora_settings({name: tensor.shape for name, tensor in adapter_tensors(model)})
+
+
 def sample_with(llm: Any, adapter: Path) -> None:
     """Make all requests of a `vllm.LLM` use the adapter in a folder."""
-    llm.generate = partial(llm.generate, lora_request=_request(adapter))
+    llm.generate = partial(llm.generate, lora_request=request_of(adapter))
 
 
 def adapter_place(model: Any) -> str | None:
@@ -93,21 +105,25 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     Raises:
         RuntimeError: if the engine does not take all of the adapter.
     """
-    stream = _Lookahead(weights)
-    if stream.has_next and not _is_factor(stream.next_name):
-        base = stream.until(_is_factor)
-        reload_engine(llm, _inside_wrappers(llm, base))
+    stream = Lookahead(weights)
+    if stream.has_next and not is_factor(stream.next_name):
+        base = stream.until(is_factor)
+        reload_engine(llm, inside_wrappers(engine_model(llm), base))
 
-    _save_adapter(dict(stream), folder)
-    _load_adapter(llm, folder)
+    save_adapter(dict(stream), folder)
+    load_adapter(engine_model(llm), llm.llm_engine.add_lora, folder)
+
+    already_used = "generate" in vars(llm)
+    if not already_used:
+        sample_with(llm, folder)
 
 
-def _is_factor(name: str) -> bool:
+def is_factor(name: str) -> bool:
     """Whether a tensor is one of the adapter's factors."""
     return ".lora_" in name
 
 
-class _Lookahead:
+class Lookahead:
     """
     A stream of names and tensors whose next name is known before it is read.
 
@@ -140,14 +156,20 @@ class _Lookahead:
             yield current
 
 
-def _inside_wrappers(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Give weights of layers that have an adapter the names that vLLM's loader finds them under."""
+def inside_wrappers(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """
+    Give weights of layers that have an adapter the names that vLLM's loader finds them under.
+
+    Args:
+        model: The engine's model.
+        weights: Names and tensors of the base.
+    """
     # Newer versions (0.31) look inside the wrapper themselves.
     if Version(str(installed_version("vllm"))) >= Version("0.27"):
         yield from weights
         return
 
-    manager: Any = engine_model(llm).lora_manager
+    manager: Any = model.lora_manager
     wrapped = set()
     for name in manager.modules:
         parent, _, layer = name.rpartition(".")
@@ -162,8 +184,14 @@ def _inside_wrappers(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterato
         yield name, tensor
 
 
-def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the files that vLLM loads an adapter from."""
+def save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
+    """
+    Write the files that vLLM loads an adapter from.
+
+    Args:
+        factors: The tensors of its factors, by their names in peft's files.
+        folder: An existing folder.
+    """
     tensors = {name: tensor.contiguous() for name, tensor in factors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
 
@@ -173,26 +201,37 @@ def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def _load_adapter(llm: Any, folder: Path) -> None:
+def load_adapter(model: Any, add: Callable[[Any], bool], folder: Path) -> None:
     """
-    Make the engine load the adapter again, and all later requests use it. `RuntimeError` if it takes only a part.
+    Make an engine load its adapter again.
+
+    Args:
+        model: The engine's model.
+        add: vLLM's function that loads an adapter, of the engine or of a worker.
+        folder: Where [`save_adapter`] wrote it.
+
+    Raises:
+        RuntimeError: if the engine takes only a part of it.
     """
-    added = llm.llm_engine.add_lora(_request(folder, load_inplace=True))
+    added = add(request_of(folder, load_inplace=True))
     if not added:
         raise RuntimeError("vLLM took no adapter; its log may say why.")
 
     # vLLM leaves out factors of layers that it does not know, without an error.
-    manager: Any = engine_model(llm).lora_manager
+    manager: Any = model.lora_manager
     lost = manager.get_adapter(ADAPTER_NUMBER).loras.keys() - manager.modules.keys()
     if lost:
         raise RuntimeError(f"vLLM took no adapter for {min(lost)}; its log may say why.")
 
-    already_used = "generate" in vars(llm)
-    if not already_used:
-        sample_with(llm, folder)
 
+def request_of(folder: Path, **options: Any) -> Any:
+    """
+    The `LoRARequest` by which a request for tokens names the adapter.
 
-def _request(folder: Path, **options: Any) -> Any:
+    Args:
+        folder: Where it is loaded from, if the engine does not have it yet.
+        options: Further arguments of `LoRARequest`.
+    """
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(ADAPTER_NAME, ADAPTER_NUMBER, str(folder), **options)

@@ -55,8 +55,8 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
     adapter = _adapter_of(model_args)
     model = skeleton(config, _dtype_of(config, settings, model_args), adapter, plan)
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
-    if settings.frozen and (adapter is None or num_experts(config) or engine == "server"):
-        raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")
+    if settings.frozen and (adapter is None or num_experts(config)):
+        raise ValueError("lora_base='frozen' needs use_peft: true, and a model without experts.")
 
     fsdp2 = gpus > 1 and sharding != "ddp"
     ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1

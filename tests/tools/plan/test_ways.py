@@ -207,14 +207,14 @@ def test_moments_in_8_bits():
 # A frozen base ------------------------------------------------------------------------------------------------------
 
 
-def test_a_frozen_base_is_not_proposed_where_a_run_refuses_it():
+def test_a_server_keeps_the_frozen_base_and_gets_the_adapter():
     server = ["--vllm_mode", "server", "--sync_folder", "s", "--vllm_enable_sleep_mode", "false"]
-    with pytest.raises(ValueError, match="and vllm_mode='colocate'"):
-        explore(["--config", str(FROZEN), *server], 1, 80, None)
 
-    # 12 GiB are too few, so that options are looked for.
-    merged = explore(["--config", str(FROZEN), *server, "--lora_base", "merged"], 1, 12, None)
-    assert "frozen" not in " ".join(merged.together)
+    run = explore(["--config", str(FROZEN), *server], 1, 80, None).run
+
+    adapter = sum(2 * parameter.entries for parameter in run.parameters if parameter.in_adapter)
+    assert items.synced_bytes(run) == adapter
+    assert adapter < items.engine_bytes(run) / 10
 
 
 def test_each_gpu_has_the_whole_frozen_base():
