@@ -21,7 +21,7 @@ from bench_step import distinct_characters
 GOAL = 0.01
 # What measures, by what it measures: the owner's attribute, and the owner.
 MEASURED = {
-    "ratios, error tokens": ("_measure", lambda trainer: trainer),
+    "ratios, error tokens": ("_measure_ratios", lambda trainer: trainer),
     "logp_diff": ("_log_mismatch", lambda trainer: trainer),
     "flips of quantized weights": ("update", lambda trainer: trainer._weight_flips),
 }

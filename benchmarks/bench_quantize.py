@@ -65,7 +65,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     from qarl_trl.quant import quantize_weight, resolve_scheme
     from qarl_trl.quant.quantize import dequantize
-    from qarl_trl.quant.scheme import SUPPORTED
+    from qarl_trl.quant.supported import SUPPORTED
 
     torch.manual_seed(0)
     weight = (0.02 * torch.randn(args.outputs, args.inputs)).bfloat16()

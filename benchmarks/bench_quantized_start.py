@@ -51,7 +51,7 @@ def quantized(model: Any) -> torch.Tensor:
 def values(model: Any) -> torch.Tensor:
     """All dequantized weights."""
     from qarl_trl.quant import quantized_modules
-    from qarl_trl.quant.gemm import dequantize
+    from qarl_trl.quant.quantize import dequantize
 
     return torch.cat([dequantize(m.low_bit()).float().flatten() for _, m in quantized_modules(model)])
 
@@ -134,7 +134,8 @@ def main() -> None:
 
     from qarl_trl.quant import apply_quantization
     from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_config, resolve_scheme, single_group
-    from qarl_trl.quant.start import load_master_weights, quantized_source
+    from qarl_trl.quant.source import quantized_source
+    from qarl_trl.quant.start import load_master_weights
 
     model, tokenizer = trained_model(args.warm)
     dataset, probe = texts(tokenizer, 128, args.probes)

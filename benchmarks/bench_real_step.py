@@ -97,8 +97,7 @@ def quantizing(model: str, group_size: int) -> float:
     """Least seconds to quantize and dequantize all low-bit weights once, as each update and each sync does."""
     from transformers import AutoModelForCausalLM
 
-    from qarl_trl.quant import apply_quantization
-    from qarl_trl.quant.convert import quantized_modules
+    from qarl_trl.quant import apply_quantization, quantized_modules
     from qarl_trl.quant.quantize import dequantize, quantize_weight
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -17,6 +17,9 @@ from .redact import redact
 # whose errors keep their traceback.
 COMMANDS = {
     "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.train"),
+    "sft": (".train:sft", "fine-tune low-bit weights on given texts, by TRL's SFT"),
+    "rloo": (".train:rloo", "train by TRL's RLOO on low-bit rollouts"),
+    "distill": (".train:distill", "distill a model in high precision, also a run's own start, into low bits"),
     "serve": (".tools.serve:main", "run the engine of a recipe as a server, for a trainer with vllm_mode=server"),
     "plan": (".tools.plan.command:main", "estimate memory and seconds of a recipe, without loading the model"),
     "eval": (".tools.evaluate.command:main", "score a checkpoint on math problems, through vLLM"),
@@ -105,7 +108,7 @@ def schemes(argv: Sequence[str]) -> None:
         argv: The arguments, of which there are none but `--help`.
     """
     argparse.ArgumentParser("qarl-trl schemes", description=_ABOUT_SCHEMES).parse_args(argv)
-    from .quant.scheme import GPU_GENERATIONS, SUPPORTED
+    from .quant.supported import GPU_GENERATIONS, SUPPORTED
 
     rows = [("scheme", "group sizes", "activations", "CPU", *GPU_GENERATIONS, "take it")]
     for scheme in SUPPORTED.values():

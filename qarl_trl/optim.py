@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr as muon_rate
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from .quant.experts import PROJECTIONS, expert_modules, has_known_layout
+from .quant.layers.experts import PROJECTIONS, expert_modules, has_known_layout
 
 
 logger = logging.getLogger(__name__)

@@ -85,6 +85,11 @@ class Worker:
     """
 
     def __init__(self) -> None:
+        self.forget_process()
+
+    def forget_process(self) -> None:
+        """Forget the process, and let it run: for a fork of the caller, to which it does not belong."""
+        # Another thread of the caller may have held the lock.
         self._lock = threading.Lock()
         self.process: subprocess.Popen | None = None
         self._pipe: Any = None

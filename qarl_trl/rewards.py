@@ -36,8 +36,8 @@ _LIMIT_S = 30
 # math-verify stops endless symbolic work (`9^{9^{9^9}}`) with SIGALRM, which only a main thread may use. The worker
 # runs in a main thread, whatever thread asks. If the alarm does not stop the work, the worker is killed.
 _WORKER = Worker()
-# In a fork: the worker belongs to the parent.
-os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]
+# The worker of a fork is its parent's.
+os.register_at_fork(after_in_child=_WORKER.forget_process)
 
 
 def load_rewards(names: Sequence[str], reward_timeout: float = REWARD_TIMEOUT_S) -> list[Reward]:

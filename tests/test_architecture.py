@@ -19,6 +19,7 @@ BASE = {"_compat", "guards", "processes", "redact"}
 # The folders, files and modules of this package that each folder may import besides its own. The files at the top may
 # import everything but the tools.
 MAY_IMPORT = {
+    "_compat": set(),
     "quant": set(),
     "cpu_exact": {"quant"},
     "export": {"quant"} | BASE,
@@ -33,6 +34,12 @@ MAY_IMPORT = {
         *("validate", "metrics", "rollout", "learner", "checkpoints", "export", "cpu_exact", "quant", "loss", "optim"),
         *BASE,
     },
+}
+# The same for the folders inside quant/: none of them knows the owner of the weights, which knows them.
+INSIDE_QUANT = {
+    "sharding": {"quantize", "scheme"},
+    "gemms": {"cuda_kernels", "quantize", "reference", "scheme"},
+    "layers": {"gemms", "names", "quantize", "scheme", "sharding"},
 }
 # Its instances are passed to all folders, which name it in annotations alone (`if TYPE_CHECKING`).
 FOR_ANNOTATIONS = {"config"}
@@ -136,6 +143,33 @@ def test_an_import_from_above_is_found():
 
     assert imports_outside("quant", MAY_IMPORT["quant"], above) == ["quant.store imports trainers.low_bit"]
     assert imports_outside("validate", MAY_IMPORT["validate"], above) == ["validate.run imports trainers.low_bit"]
+
+
+def inside_quant(imported: dict[str, set[str]]) -> dict[str, set[str]]:
+    """What the modules of quant/ import of each other, by their paths below it."""
+    inside = {}
+    for name, modules in imported.items():
+        if name.startswith("quant."):
+            of_quant = {module.removeprefix("quant.") for module in modules if module.startswith("quant.")}
+            inside[name.removeprefix("quant.")] = of_quant
+    return inside
+
+
+@pytest.mark.parametrize("folder", INSIDE_QUANT)
+def test_a_folder_of_quant_imports_what_is_below_it(folder):
+    outside = imports_outside(folder, INSIDE_QUANT[folder], inside_quant(graph()))
+
+    assert not outside
+
+    # Control: a layer that takes the store itself.
+    above = {f"quant.{folder}.lora": {"quant.store", "quant.quantize"}}
+    assert imports_outside(folder, INSIDE_QUANT[folder], inside_quant(above)) == [f"{folder}.lora imports store"]
+
+
+def test_every_folder_of_quant_has_its_rule():
+    inside = {path.parent.name for path in (PACKAGE / "quant").glob("*/__init__.py")}
+
+    assert inside == INSIDE_QUANT.keys()
 
 
 def test_the_page_draws_what_a_folder_may_import_below_it():

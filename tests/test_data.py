@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 
 import pytest
@@ -188,9 +189,33 @@ def test_a_hub_id_is_no_path():
         (2.5, "2.5"),
         (4, "4"),
         (None, ""),
+        (math.nan, ""),
         ([], ""),
         (["$2$", "$-3$"], "$2$, $-3$"),
     ],
 )
 def test_final_answer(reference, answer):
     assert final_answer(reference) == answer
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("set.jsonl", "null", "line 1"),
+        ("set.jsonl", '{"problem": "1", "answer": "2"}\n\n null\n', "line 3"),
+        ("set.json", "null", "line 1"),
+        ("set.json", '[{"problem": "1", "answer": "2"}, null]', "row 1"),
+    ],
+)
+def test_a_row_that_is_null_is_refused(tmp_path, name, text, where):
+    """pyarrow may end the whole process at one."""
+    path = tmp_path / name
+    path.write_text(text)
+
+    with pytest.raises(ValueError, match=f"must have an object in {where}, got null"):
+        load_math_dataset(str(path))
+
+    # Control: a null inside of a row.
+    rows = [{"problem": "1", "answer": "2", "note": None}]
+    path.write_text(json.dumps(rows, indent=1) if name.endswith(".json") else json.dumps(rows[0]))
+    assert load_math_dataset(str(path))["answer"][:] == ["2"]

@@ -11,7 +11,8 @@ from toy_runs import OFF, changed, logged, make, master_weights, stock_config, t
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.quant import gemm, quantized_modules
+from qarl_trl.quant import quantized_modules
+from qarl_trl.quant.gemms import gemm
 from qarl_trl.train import train as train_by_command
 
 

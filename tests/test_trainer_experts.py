@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from toy_runs import changed, make, master_weights
 from transformers import AutoModelForCausalLM
 
-from qarl_trl.quant.experts import QuantExperts
-from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.layers.experts import QuantExperts
+from qarl_trl.quant.quantize import dequantize
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from qarl_trl.export.files import base_of, check_base
 from qarl_trl.export.push import model_files
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
-from qarl_trl.quant.frozen import adapter_tensors
+from qarl_trl.quant.layers.frozen import adapter_tensors
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.rollout.vllm.adapters import engine_rank
 from qarl_trl.tools.export import main as export

@@ -11,7 +11,7 @@ from toy_runs import adapter, changed, make
 from transformers import AutoModelForCausalLM
 
 from qarl_trl.quant import iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.linear import QuantLinear
+from qarl_trl.quant.layers.linear import QuantLinear
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.tools.evaluate.checkpoint import find_checkpoint
 from qarl_trl.tools.export import main as export

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.quant import iter_low_bit_weights
-from qarl_trl.quant.frozen import adapter_tensors
+from qarl_trl.quant.layers.frozen import adapter_tensors
 
 
 # Every step is a rollout batch and an update, and the last ones do not depend on how many there are.

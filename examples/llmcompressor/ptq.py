@@ -20,7 +20,7 @@ from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
-from qarl_trl.quant.start import quantized_source
+from qarl_trl.quant.source import quantized_source
 
 
 if not torch.accelerator.is_available():

@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from torch import nn
 from trl.trainer.utils import RepeatSampler
 
-from .. import _compat
+from .._compat.resuming import restore_master_weights
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import CARD, edited_card, write_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..export.low_bit import holds_low_bit
 from ..guards import on_first
-from ..quant.experts import expert_modules
+from ..quant.layers.experts import expert_modules
 from ..quant.names import base_model
 from ..quant.store import iter_low_bit_weights
 from .folder import INCOMING, commit, rotate
@@ -345,7 +345,7 @@ class CheckpointMixin:
         if stored_by_own_names or is_one_part:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            _compat.restore_master_weights(module, resume_from_checkpoint)
+            restore_master_weights(module, resume_from_checkpoint)
 
         if self.low_bit_store is not None:
             self.low_bit_store.forget()

@@ -14,7 +14,7 @@ from compressed_tensors.utils import match_targets
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ..quant.experts import PROJECTIONS, expert_modules, has_known_layout, layer_names
+from ..quant.layers.experts import PROJECTIONS, expert_modules, has_known_layout, layer_names
 from ..quant.names import architecture_name, architecture_of, checkpoint_renaming
 from ..quant.quantize import meta_tensors
 from ..quant.scheme import MASTER_CAST_DTYPE, scheme_for

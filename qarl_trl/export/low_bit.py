@@ -25,12 +25,11 @@ from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..quant.convert import quantized_modules
-from ..quant.experts import QuantExperts, expert_modules
-from ..quant.layer import LowBitLayer
+from ..quant.layers.experts import QuantExperts, expert_modules
+from ..quant.layers.layer import LowBitLayer, quantized_modules
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
-from ..quant.shards import shape_of
+from ..quant.sharding.shards import shape_of
 from ..quant.store import iter_low_bit_weights
 from .files import apply_umask, flush, weight_files
 

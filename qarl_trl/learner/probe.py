@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ..quant.experts import num_experts
+from ..quant.layers.experts import num_experts
 from ..quant.names import base_model
 
 

@@ -100,50 +100,7 @@ class LowBitWeight:
         return parts
 
 
-def rows_together(scheme: QuantizationScheme) -> int:
-    """Number of rows that share a scale (blocks) or a word of zero points; ignores a global scale."""
-    if scheme.weights.block_structure is not None:
-        return scheme.weights.block_structure[0]
-    if scheme.weights.symmetric:
-        return 1
-    return 8
-
-
-def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[str, Tensor]:
-    """
-    The tensors that a checkpoint stores for a weight, without values: compressed-tensors compresses an empty layer.
-
-    Args:
-        scheme: The scheme, with `format` set.
-        rows: `out` of the weight.
-        columns: `in` of the weight.
-
-    Returns:
-        Tensors on the meta device by local name, `weight_shape` among them.
-    """
-    layer = nn.Linear(columns, rows, bias=False, dtype=MASTER_CAST_DTYPE, device="meta")
-    initialize_module_for_quantization(layer, scheme.model_copy(), force_zero_point=False)
-    compress_module(layer)
-    tensors = layer.state_dict()
-
-    # compressed-tensors packs zero points only if they have values.
-    if "weight_packed" in tensors and "weight_zero_point" in tensors:
-        words = math.ceil(rows * scheme.weights.num_bits / 32)
-        groups = tensors["weight_scale"].shape[1]
-        tensors["weight_zero_point"] = torch.empty((words, groups), dtype=torch.int32, device="meta")
-    return tensors
-
-
-def compressor_of(scheme: QuantizationScheme) -> Any:
-    """
-    The class of compressed-tensors that compresses and decompresses weights of a scheme.
-
-    Args:
-        scheme: A scheme of a checkpoint.
-    """
-    # Checkpoints of older versions of compressed-tensors have no format in their groups.
-    stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
-    return BaseCompressor.get_value_from_registry(stored_as.value)
+# The producer --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -181,6 +138,11 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     if zero_point is not None:
         data["weight_zero_point"] = _packed_zero_points(zero_point)
     return LowBitWeight(data, scheme)
+
+
+def _cast(weight: Tensor) -> Tensor:
+    """The one cast before quantization: with another rounding on some path, quantized values would flip."""
+    return weight.detach().to(MASTER_CAST_DTYPE).contiguous()
 
 
 def _without_values(weight: Tensor, scheme: QuantizationScheme) -> LowBitWeight:
@@ -232,6 +194,21 @@ def _packed_zero_points(zero_point: Tensor) -> Tensor:
     return words.clone(memory_format=torch.contiguous_format)
 
 
+def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+    """
+    Largest magnitude of the bfloat16 cast of a weight, a bfloat16 scalar.
+
+    Args:
+        weight: Master weight `(out, in)`, any float dtype.
+        scheme: Its scheme, which must be symmetric.
+    """
+    _, high = reference.extremes(_cast(weight), scheme)
+    return high.max()
+
+
+# Back to a matrix ----------------------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
@@ -260,18 +237,50 @@ def dequantize(weight: LowBitWeight, dtype: torch.dtype = torch.bfloat16) -> Ten
     return reference.decode(*arguments, global_scale)
 
 
-def largest_magnitude(weight: Tensor, scheme: QuantizationScheme) -> Tensor:
+# What a checkpoint stores --------------------------------------------------------------------------------------------
+
+
+def rows_together(scheme: QuantizationScheme) -> int:
+    """Number of rows that share a scale (blocks) or a word of zero points; ignores a global scale."""
+    if scheme.weights.block_structure is not None:
+        return scheme.weights.block_structure[0]
+    if scheme.weights.symmetric:
+        return 1
+    return 8
+
+
+def meta_tensors(scheme: QuantizationScheme, rows: int, columns: int) -> dict[str, Tensor]:
     """
-    Largest magnitude of the bfloat16 cast of a weight, a bfloat16 scalar.
+    The tensors that a checkpoint stores for a weight, without values: compressed-tensors compresses an empty layer.
 
     Args:
-        weight: Master weight `(out, in)`, any float dtype.
-        scheme: Its scheme, which must be symmetric.
+        scheme: The scheme, with `format` set.
+        rows: `out` of the weight.
+        columns: `in` of the weight.
+
+    Returns:
+        Tensors on the meta device by local name, `weight_shape` among them.
     """
-    _, high = reference.extremes(_cast(weight), scheme)
-    return high.max()
+    layer = nn.Linear(columns, rows, bias=False, dtype=MASTER_CAST_DTYPE, device="meta")
+    initialize_module_for_quantization(layer, scheme.model_copy(), force_zero_point=False)
+    compress_module(layer)
+    tensors = layer.state_dict()
+
+    # compressed-tensors packs zero points only if they have values.
+    if "weight_packed" in tensors and "weight_zero_point" in tensors:
+        words = math.ceil(rows * scheme.weights.num_bits / 32)
+        groups = tensors["weight_scale"].shape[1]
+        tensors["weight_zero_point"] = torch.empty((words, groups), dtype=torch.int32, device="meta")
+    return tensors
 
 
-def _cast(weight: Tensor) -> Tensor:
-    """The one cast before quantization: with another rounding on some path, quantized values would flip."""
-    return weight.detach().to(MASTER_CAST_DTYPE).contiguous()
+def compressor_of(scheme: QuantizationScheme) -> Any:
+    """
+    The class of compressed-tensors that compresses and decompresses weights of a scheme.
+
+    Args:
+        scheme: A scheme of a checkpoint.
+    """
+    # Checkpoints of older versions of compressed-tensors have no format in their groups.
+    stored_as = CompressionFormat(scheme.format or infer_module_format(nn.Linear, scheme))
+    return BaseCompressor.get_value_from_registry(stored_as.value)

@@ -20,10 +20,11 @@ from compressed_tensors.quantization import QuantizationScheme, QuantizationType
 from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
-from .activations import FP8, FP8_MAX
 from .scheme import effective_group_size
 
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
 # Between 128 and 256 bfloat16 numbers are 1 apart. So adding 136 rounds a small number to the nearest integer (ties to
 # even) and leaves that integer plus 8 in the low bits of the mantissa.
 _INT4_BIAS = 136.0

@@ -23,10 +23,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.utils import match_targets
 from torch import nn
 
-from .supported import GPU_GENERATIONS as GPU_GENERATIONS
-from .supported import SUPPORTED as SUPPORTED
-from .supported import SchemeSupport as SchemeSupport
-from .supported import gpu_generation as gpu_generation
+from .supported import SUPPORTED, SchemeSupport
 
 
 # Every path casts a weight to this dtype before it quantizes (docs/numerics.md).

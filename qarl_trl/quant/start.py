@@ -2,226 +2,25 @@
 (paper Sec. 3.1).
 
 transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32
-where the master weights are float32, and loads broken checkpoints without an error (dev/log.md, 2026-11-22).
+where the master weights are float32, and loads broken checkpoints without an error (dev/trl.md).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from compressed_tensors.quantization import QuantizationConfig
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from .convert import apply_quantization, quantized_modules
-from .gemm import GemmChoice, plain_gemm
+from .convert import apply_quantization
+from .gemms.gemm import GemmChoice, plain_gemm
+from .layers.layer import quantized_modules
 from .names import architecture_of
-from .quantize import LowBitWeight, compressor_of, meta_tensors, quantize_weight
-from .scheme import MASTER_CAST_DTYPE, scheme_for
-
-
-# Arguments that both `from_pretrained` and `snapshot_download` take.
-_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
-
-
-@dataclass(frozen=True)
-class QuantizedSource:
-    """
-    A compressed-tensors checkpoint on disk.
-
-    Attributes:
-        name: Its name as the user wrote it.
-        folder: Where its files are.
-        config: What its `config.json` says of the quantization.
-    """
-
-    name: str
-    folder: Path
-    config: QuantizationConfig
-
-    @cached_property
-    def tensors(self) -> dict[str, Any]:
-        """The names of all tensors, each with the open file that holds it."""
-        files: dict[str, Any] = {}
-        for path in self._files():
-            try:
-                file = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise self.broken(f"{path.name} cannot be read ({error})") from error
-            files |= dict.fromkeys(file.keys(), file)
-        return files
-
-    def _files(self) -> list[Path]:
-        """
-        The files that hold the weights: those of the index, or one. Others in the folder are backups, or of another
-        model.
-        """
-        index = self.folder / "model.safetensors.index.json"
-        one = self.folder / "model.safetensors"
-        if not index.exists():
-            return [one]
-        if one.exists():
-            raise self.broken("it has model.safetensors beside an index of several files, which may be of two models")
-
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise self.broken(f"{index.name} cannot be read ({error!r})") from error
-        return [self.folder / name for name in sorted(names)]
-
-    @cached_property
-    def layers(self) -> dict[str, QuantizationScheme]:
-        """The layers stored in low bits, with their schemes."""
-        low_bit = set()
-        for name in self.tensors:
-            layer, _, local = name.rpartition(".")
-            if local in ("weight_packed", "weight_scale"):
-                low_bit.add(layer)
-
-        # Only linear layers are stored in low bits, and targets may name the class.
-        linear = nn.Linear(1, 1, device="meta")
-        schemes = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
-        if not all(schemes.values()):
-            raise self.broken("it has layers in low bits, or without weights, that quantization_config does not have")
-        return schemes
-
-    def plan(self) -> QuantizationConfig:
-        """
-        `config` for the learner, which rounds to nearest, whatever method found the checkpoint's quantized values.
-        """
-        plan = self.config.model_copy(deep=True)
-        # Both say how somebody found the quantized values; `resolve_config` refuses other ways than the learner's.
-        for group in plan.config_groups.values():
-            group.weights.actorder = None
-            group.weights.observer = None
-        return plan
-
-    def dense(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """
-        The tensors of the unquantized model, in the stored dtype: low bits are decompressed.
-
-        Args:
-            without: Layers whose weights are left out; their biases are not.
-        """
-        for layer in self.layers.keys() - without:
-            yield f"{layer}.weight", self._decompressed(layer)["weight"]
-
-        # Of a layer in low bits only the bias is left: its other tensors became the weight, or are not wanted.
-        not_plain = {*self.layers, *without}
-        for name in self.tensors:
-            layer, _, local = name.rpartition(".")
-            if layer not in not_plain or local == "bias":
-                yield name, self._read(name)
-
-    def low_bit(self, layer: str, empty: LowBitWeight) -> LowBitWeight:
-        """
-        A layer's low-bit tensors as stored. In an unquantized checkpoint, the layer's weight is quantized.
-
-        Args:
-            layer: Its name.
-            empty: The weight on the meta device, with the scheme and the names of the tensors.
-        """
-        if not self.layers:
-            return quantize_weight(self._read(f"{layer}.weight"), empty.scheme)
-
-        data = {local: self._read(f"{layer}.{local}") for local in empty.data}
-        return LowBitWeight(data, empty.scheme)
-
-    def check_stored(self, layer: str, empty: LowBitWeight) -> None:
-        """
-        Refuse (`ValueError`) a layer whose stored tensors differ from `empty` in dtype or shape, or have a group
-        order.
-        """
-        if not self.layers:
-            return
-
-        stored = {}
-        for local in empty.data:
-            # The slice knows its shape from the file's header, and `[:0]` reads no values.
-            tensor = self._file(f"{layer}.{local}").get_slice(f"{layer}.{local}")
-            stored[local] = (tensor[:0].dtype, *tensor.get_shape())
-        needed = {local: (tensor.dtype, *tensor.shape) for local, tensor in empty.data.items()}
-
-        if stored != needed or f"{layer}.weight_g_idx" in self.tensors:
-            raise ValueError(
-                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, "
-                f"got {stored}, or actorder: group. "
-                "Use 'merged', or quantize it again (dtype bfloat16, actorder: static)."
-            )
-
-    def _decompressed(self, layer: str) -> dict[str, Tensor]:
-        """The tensors of a layer as compressed-tensors decompresses them, among them `weight`."""
-        scheme = self.layers[layer]
-        compressor = compressor_of(scheme)
-        stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
-
-        if "weight_shape" in stored:
-            shape = tuple(stored["weight_shape"].tolist())
-        else:
-            shape = LowBitWeight(stored, scheme).shape
-        # Decompression would silently broadcast some wrong shapes.
-        for local, needed in meta_tensors(scheme, *shape).items():
-            if local in stored and stored[local].shape != needed.shape:
-                raise self.broken(
-                    f"{layer}.{local} must have shape {tuple(needed.shape)}, got {tuple(stored[local].shape)}"
-                )
-        return compressor.decompress(stored, scheme)
-
-    def _read(self, name: str) -> Tensor:
-        return self._file(name).get_tensor(name)
-
-    def _file(self, name: str) -> Any:
-        if name not in self.tensors:
-            raise self.broken(f"{name} is missing")
-        return self.tensors[name]
-
-    def broken(self, what: str) -> ValueError:
-        """The error to raise for a checkpoint in which something is wrong."""
-        return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
-
-
-def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> QuantizedSource | None:
-    """
-    The checkpoint `name` if it is quantized, otherwise `None`. Reads only `config.json` (from the Hub: downloads all
-    files).
-
-    Args:
-        name: A folder or a Hub id.
-        plan: With a plan this also returns an unquantized checkpoint.
-        kwargs: Those of `from_pretrained`.
-
-    Raises:
-        ValueError: if it is quantized by another method, or has a transform_config.
-    """
-    quantization = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
-    if quantization is None:
-        return None
-    if not isinstance(quantization, dict):
-        quantization = quantization.to_dict()
-
-    if quantization.get("quant_method") != "compressed-tensors" or quantization.get("transform_config"):
-        raise ValueError(
-            f"{name} must be quantized by compressed-tensors without a transform_config "
-            f"(rotations that only the engine would apply), got quantization_config={quantization}. "
-            "Start from the unquantized model, or see examples/llmcompressor."
-        )
-
-    folder = Path(name)
-    subfolder = kwargs.get("subfolder") or ""
-    if not folder.is_dir():
-        hub_arguments = {key: value for key, value in kwargs.items() if key in _HUB_ARGUMENTS}
-        patterns = [str(Path(subfolder, kind)) for kind in ("*.safetensors", "*.json")]
-        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_arguments))
-    return QuantizedSource(name, folder / subfolder, QuantizationConfig.model_validate(quantization))
+from .scheme import MASTER_CAST_DTYPE
+from .source import QuantizedSource, quantized_source
 
 
 def load_master_weights(
@@ -240,8 +39,8 @@ def load_master_weights(
         name: Its folder or Hub id.
         dtype: Dtype of the master weights; `"auto"`: the checkpoint's.
         architecture: The model class; default: that in `config.json`.
-        freeze: A plan whose layers become [`~qarl_trl.quant.frozen.FrozenLinear`]s with the stored low-bit tensors (an
-            unquantized checkpoint is quantized by layer). All else is bfloat16.
+        freeze: A plan whose layers become [`~qarl_trl.quant.layers.frozen.FrozenLinear`]s with the stored low-bit
+            tensors (an unquantized checkpoint is quantized by layer). All else is bfloat16.
         gemm: For frozen layers, see [`~qarl_trl.quant.apply_quantization`].
         kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's
             config.
@@ -299,8 +98,8 @@ def _load_frozen(
     # Without memory for weights this says which layers `plan` matches, and what each must have stored. So a checkpoint
     # that does not fit is refused before its tensors are read.
     with torch.device("meta"):
-        skeleton = Frozen(config)
-    frozen: dict[str, Any] = dict(quantized_modules(skeleton))
+        without_memory = Frozen(config)
+    frozen: dict[str, Any] = dict(quantized_modules(without_memory))
     for layer_name, layer in frozen.items():
         source.check_stored(layer_name, layer.frozen_weight)
 
@@ -311,7 +110,7 @@ def _load_frozen(
 
     loaded: Any = quantized_modules(model)
     for layer_name, layer in loaded:
-        layer.frozen_weight = source.low_bit(layer_name, layer.frozen_weight)
+        layer.frozen_weight = source.low_bit_weight(layer_name, layer.frozen_weight)
     return model
 
 

@@ -1,18 +1,18 @@
 """`LowBitStore`: the one owner of the low-bit weights of a model.
 
 The learner's forward, the weight sync and the exported file all get a weight from here, so they have the same tensors,
-byte for byte (paper Sec. 3.1). The store knows where master weights are (whole, sharded by FSDP2 or ZeRO-3, or dropped
-by a frozen base) and when a low-bit weight is out of date.
+byte for byte (paper Sec. 3.1). A forward asks `weight_of`; syncs and files go through `tensors`. Both come to
+`_quantize`, which calls the producer, unless a weight that was made before is still up to date: `_state_of` says so.
+
+The store also knows where master weights are: whole, sharded by FSDP2 or ZeRO-3, or dropped by a frozen base.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,18 +22,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdRef
 
-from .gathers import GatheredWeight, gather_quantized, gathers_low_bit
-from .layer import LowBitLayer
+from .layers.layer import LowBitLayer, quantized_modules
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
-from .shards import is_partitioned, quantize_rows, quantize_shards
-from .stream import checkpoint_stream
+from .sharding.gathers import GatheredWeight, is_master_shard, make_master_shards
+from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
+from .stream import Gather, checkpoint_stream
 
 
 # Changes of parameters that need no gradient, and of those whose changes nobody counts.
 NOT_TRAINED = -1
 UNKNOWN = -2
-# Takes parameters; inside the context they are whole. TRL's `DistributedBackend.gather_params`, for ZeRO-3.
-Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -50,14 +48,6 @@ class _State:
     changes: int
     others: tuple[Any, ...]
     identities: tuple[Any, ...] = ()
-
-
-class _Form(Enum):
-    """What a layer has in place of a master weight now."""
-
-    GATHERED = "FSDP2 gathered its quantized values, for a forward"
-    ROWS = "FSDP2 will gather its quantized values; this process has its own rows of master weights"
-    MASTER = "the master weight: whole, or a shard whose quantized values nobody gathers"
 
 
 @dataclass(frozen=True)
@@ -120,9 +110,7 @@ class LowBitStore:
 
     def layers(self) -> Iterator[tuple[str, LowBitLayer]]:
         """The low-bit layers with their names in the model, in module order."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, LowBitLayer):
-                yield name, module
+        return quantized_modules(self.model)
 
     def bypassed_layers(self) -> list[str]:
         """Names of the layers that should have trained in low bits and never did."""
@@ -179,13 +167,15 @@ class LowBitStore:
         if layer.frozen_weight is not None:
             return layer.frozen_weight
 
-        parameters = self._sources(layer, name)
-        form = _form_of(parameters[0])
-        if form is _Form.GATHERED:
-            return parameters[0].low_bit
-        if form is _Form.ROWS:
-            return quantize_shards(parameters[0], layer.scheme, self.rows_of(layer, name))
+        # Where FSDP2 gathers quantized values, it has them during a forward, and only rows before and after it.
+        parameters = layer.sources(name)
+        parameter = parameters[0]
+        if isinstance(parameter, GatheredWeight):
+            return parameter.low_bit
+        if is_master_shard(parameter):
+            return quantize_shards(parameter, layer.scheme, self.rows_of(layer, name))
 
+        # The master weight is here: whole, or a shard that is gathered to be quantized.
         state = self._state_of(layer, name, parameters)
         return self._keep(layer, name, state, lambda: self._quantize(layer, name, parameters))
 
@@ -233,10 +223,10 @@ class LowBitStore:
             return frozen
 
         # Also what else is made from these master weights: LoRA's base, which the reference model multiplies by.
-        sources = set(layer.sources_of(name))
+        sources = set(layer.source_names(name))
         of_layer = self._kept.get(layer, {})
         for other in list(of_layer):
-            if sources & set(layer.sources_of(other)):
+            if sources & set(layer.source_names(other)):
                 del of_layer[other]
         return self.weight_of(layer, name)
 
@@ -250,7 +240,8 @@ class LowBitStore:
             ranks: Number of processes that will share a copy of the weights.
             device: Where the learner's forward will run.
         """
-        gather_quantized((layer for _, layer in self.layers()), ranks, device)
+        layers = [layer for _, layer in self.layers()]
+        make_master_shards(layers, ranks, device)
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
@@ -289,10 +280,6 @@ class LowBitStore:
             return NOT_TRAINED
         return self._changes if self._is_told else UNKNOWN
 
-    def _sources(self, layer: Any, name: str) -> list[Any]:
-        # By attribute: `torch.func` puts tensors that are no `nn.Parameter`s in their places.
-        return [attrgetter(source)(layer) for source in layer.sources_of(name)]
-
     def _quantize(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> LowBitWeight:
         """Quantize a weight of a layer: the only call of the quantizer for whole weights."""
         matrix = layer.to_quantize(name, *parameters)
@@ -324,9 +311,9 @@ def low_bit_store(model: nn.Module) -> LowBitStore:
 
 def find_store(model: nn.Module) -> LowBitStore | None:
     """The store of a quantized model, `None` for another model."""
-    for module in model.modules():
-        if isinstance(module, LowBitLayer) and isinstance(module.store, LowBitStore):
-            return module.store
+    for _, layer in quantized_modules(model):
+        if isinstance(layer.store, LowBitStore):
+            return layer.store
     return None
 
 
@@ -342,14 +329,6 @@ def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iter
     store = find_store(model)
     weight_of = None if store is None else store.fresh_weight_of
     yield from checkpoint_stream(model, weight_of, gather)
-
-
-def _form_of(parameter: Tensor) -> _Form:
-    if isinstance(parameter, GatheredWeight):
-        return _Form.GATHERED
-    if gathers_low_bit(parameter):
-        return _Form.ROWS
-    return _Form.MASTER
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -11,21 +11,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .experts import PROJECTIONS, expert_modules, layer_names
-from .layer import LowBitLayer
+from .layers.experts import PROJECTIONS, expert_modules, layer_names
+from .layers.layer import LowBitLayer
 from .names import checkpoint_names, checkpoint_renaming, plain_name
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
-from .shards import whole
+from .sharding.shards import whole
 
 
 # The low-bit weight of a layer by its name: `weight_of` or `fresh_weight_of` of a store.
 _WeightOf = Callable[[LowBitLayer, str], LowBitWeight]
-# Takes parameters; inside the context they are whole.
-_Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
+# Takes parameters; inside the context they are whole. TRL's `DistributedBackend.gather_params`, for ZeRO-3.
+Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
-def checkpoint_stream(model: nn.Module, weight_of: _WeightOf | None, gather: _Gather) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_stream(model: nn.Module, weight_of: _WeightOf | None, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """
     Yield every tensor of the checkpoint of `model`, with the name that transformers saves it under.
 
@@ -128,12 +128,12 @@ class _Names:
 
 
 def _low_bit_tensors(
-    module_name: str, layer: LowBitLayer, names: _Names, weight_of: _WeightOf, gather: _Gather
+    module_name: str, layer: LowBitLayer, names: _Names, weight_of: _WeightOf, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of one low-bit layer."""
     for weight_name in layer.weight_names():
         # One weight at a time, so that under ZeRO-3 no more than its sources are whole.
-        with gather(_sources(layer, weight_name)):
+        with gather(layer.sources(weight_name)):
             low_bit = weight_of(layer, weight_name)
             if id(layer) in names.experts:
                 yield from _low_bit_expert_tensors(layer, weight_name, names, low_bit)
@@ -156,7 +156,7 @@ def _low_bit_expert_tensors(
             yield names.saved(f"{layer}.{local}"), tensor
 
 
-def _plain_expert_tensors(module: nn.Module, names: _Names, gather: _Gather) -> Iterator[tuple[str, Tensor]]:
+def _plain_expert_tensors(module: nn.Module, names: _Names, gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """The tensors of experts that stay in high precision, one matrix for each expert and projection."""
     for parameter_name, parameter in zip(PROJECTIONS, _projections(module), strict=True):
         with gather([parameter]):
@@ -166,15 +166,10 @@ def _plain_expert_tensors(module: nn.Module, names: _Names, gather: _Gather) -> 
                 yield names.saved(f"{layer}.weight"), _bfloat16_copy(matrix)
 
 
-def _sources(layer: Any, weight_name: str) -> list[nn.Parameter]:
-    """The parameters that a low-bit weight of `layer` is made from."""
-    return [layer.get_parameter(source) for source in layer.sources_of(weight_name)]
-
-
 def _all_sources(layer: LowBitLayer) -> Iterator[nn.Parameter]:
     """The parameters that the low-bit weights of `layer` are made from."""
     for weight_name in layer.weight_names():
-        yield from _sources(layer, weight_name)
+        yield from layer.sources(weight_name)
 
 
 def _projections(module: nn.Module) -> list[nn.Parameter]:

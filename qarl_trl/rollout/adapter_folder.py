@@ -1,4 +1,7 @@
-"""The folder of an adapter for a colocated engine, which takes memory in /dev/shm and must not outlive its process."""
+"""The folder from which a colocated engine loads the adapter of a frozen base.
+
+It is in shared memory where it fits, so it takes memory of the machine and must not outlive its process.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,29 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
+SHARED_MEMORY = "/dev/shm"
 PREFIX = "qarl_adapter_"
 _LOCK = "lock"
+
+
+def adapter_place(model: Any) -> str | None:
+    """
+    Where to put the folder of the adapter of a `PeftModel`: in shared memory, or `None` for a folder on disk.
+
+    Shared memory must hold two bfloat16 adapters of each process of this machine; Docker gives it only 64 MB.
+    """
+    if not os.path.isdir(SHARED_MEMORY):
+        return None
+
+    factors = sum(param.numel() for name, param in model.named_parameters() if ".lora_" in name)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = 2 * 2 * factors * processes  # bytes
+    if shutil.disk_usage(SHARED_MEMORY).free <= needed:
+        return None
+    return SHARED_MEMORY
 
 
 class AdapterFolder:

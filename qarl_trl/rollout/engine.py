@@ -1,8 +1,18 @@
-"""The low-bit vLLM engine: started in a scheme, fed with synced tensors (paper Sec. 3.1, steps 1 and 3).
+"""The low-bit vLLM engine of a run (paper Sec. 3.1, steps 1 and 3), here or in a server.
 
-It starts with random weights, never reads the weights of the model's checkpoint, and never quantizes: whatever it
-samples with comes from a weight sync of the learner's low-bit tensors. A colocated engine gets them in memory, except
-the adapter of a frozen base, which vLLM loads only from a file. A server gets all of them through files.
+TRL's `VLLMGeneration` (TRL 1.16, `trl/generation/vllm_generation.py`) starts vLLM from the model's checkpoint, sends
+high-precision parameters to it, and samples. [`LowBitVLLMGeneration`] is the same in a low-bit scheme:
+
+1. build: the engine starts in the scheme of the run with random weights. It never reads the weights of the model's
+   checkpoint, and never quantizes.
+2. sync: whatever it samples with comes from a weight sync of the learner's low-bit tensors. A colocated engine gets
+   them in memory, except the adapter of a frozen base, which vLLM loads only from a file. A server gets all of them
+   through files.
+3. check: after a sync that is due, engine and learner must agree on a prompt (`sync_check/`).
+4. generate: TRL samples. If the engine sleeps between rollouts, which throws its weights away (level 2), TRL wakes it
+   and syncs again.
+
+What reaches into vLLM is in `vllm/`, what talks to a server in `server/`.
 """
 
 from __future__ import annotations
@@ -10,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,23 +29,27 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
-from .. import _compat
+from .._compat.rollout_batch import extracted_by
 from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
-from .adapter_folder import AdapterFolder
+from .adapter_folder import AdapterFolder, adapter_place
 from .engine_settings import low_bit_settings
 from .server.client import ServerClient
 from .server.facts import engine_facts
 from .sync_check.check import SyncCheck
+from .sync_check.engine_logps import engine_logps
 from .vllm import adapters, linear_layer, reloading, sampling, start
 from .vllm.attention_scales import keep_cache_scales
 from .vllm.flat_logprobs import extract_logprobs
+from .weight_stream import WeightStream
 
 
 class LowBitVLLMGeneration(VLLMGeneration):
     """
     TRL's vLLM, started in a low-bit scheme and fed with packed tensors; in mode "server" `qarl-trl serve` started it.
+
+    After a failure it refuses to sync, to check and to generate.
 
     Args:
         model: The learner's model; in a low-bit run after `apply_quantization`.
@@ -79,61 +94,79 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.seed = seed
 
         if frozen:
-            self._adapter_folder = AdapterFolder(adapters.adapter_place(model))
+            self._adapter_folder = AdapterFolder(adapter_place(model))
 
         self.synced_bytes = 0
         self.num_syncs = 0
-        self._failed: str | None = None
+        self._failed: str | None = None  # what failed first
         self.reset_clock()
+
+        # Last, because TRL's constructor calls `_init_vllm`.
         super().__init__(model, *args, **kwargs)
+        self.generation_kwargs = self._sampling_parameters(stop_token_ids)
+
+    def _sampling_parameters(self, stop_token_ids: Sequence[int | None]) -> dict[str, Any]:
+        """More arguments of vLLM's `SamplingParams`: the user's, and what the trainer needs."""
+        of_user = self.generation_kwargs
 
         # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need
         # it.
-        needs_text = bool(self.generation_kwargs.get("stop"))
-        self.generation_kwargs = {"detokenize": needs_text} | self.generation_kwargs
-        self.generation_kwargs["stop_token_ids"] = self._stops(stop_token_ids)
+        needs_text = bool(of_user.get("stop"))
+        parameters = {"detokenize": needs_text} | of_user
+
+        parameters["stop_token_ids"] = self._stop_tokens(stop_token_ids)
         if self.mode == "colocate":
             # Lists of numbers: vLLM would make an object for each token, and Python's garbage collection visit them.
-            self.generation_kwargs["flat_logprobs"] = True
+            parameters["flat_logprobs"] = True
+        return parameters
 
-    def _stops(self, of_trainer: Sequence[int | None]) -> list[int]:
+    def _stop_tokens(self, of_trainer: Sequence[int | None]) -> list[int]:
         """The tokens that end an answer: the trainer's and the user's. vLLM stops at them also with `ignore_eos`."""
         of_user = self.generation_kwargs.get("stop_token_ids") or ()
         if self.generation_kwargs.get("ignore_eos"):
             return list(of_user)
+
         # A tokenizer without an EOS token gives TRL a None.
         known = [token for token in (*of_trainer, *of_user) if token is not None]
         return list(dict.fromkeys(known))
 
-    # Start -----------------------------------------------------------------------------------------------------------
+    # Build -----------------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
+        """TRL's method: start the engine in this process, or find the server."""
         if self.mode == "server":
             self._connect()
-            return
+        else:
+            self._start_engine()
 
+    def _start_engine(self) -> None:
+        """Let TRL build a `vllm.LLM`, by our arguments and in vLLM's settings that keep synced tensors as they are."""
         start.keep_block_scales()
+        start.keep_learner_eager()
         keep_cache_scales()
         if self.accelerator.num_processes == 1:
             start.choose_master_port()
 
-        # TRL puts the engine to sleep right after it builds it, so the sync check must score the random weights before
-        # that.
-        look = None if self.sync_check is None else self.sync_check.look_before
-        with start.llm_arguments(look, **self.engine_kwargs | self._settings()):
+        with start.llm_arguments(self._look_before, **self.engine_kwargs | self._llm_arguments()):
             super()._init_vllm()
         linear_layer.use_settings_of(self.llm)
 
-    def _settings(self) -> dict[str, Any]:
+    def _look_before(self, llm: Any) -> None:
+        """Let the sync check score the random weights: TRL puts the engine to sleep right after it built it."""
+        if self.sync_check is not None:
+            self.sync_check.look_before(partial(engine_logps, llm))
+
+    def _llm_arguments(self) -> dict[str, Any]:
         """The arguments of `vllm.LLM` that TRL does not give or gives otherwise."""
-        settings = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
+        arguments = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         if self._adapter_folder:
-            settings |= adapters.settings_of(self.model)
+            arguments |= adapters.settings_of(self.model)
 
         # The ranks of one engine share a seed, and no two engines of a run do.
         engines = self.accelerator.num_processes // self.tensor_parallel_size
-        settings["seed"] = self.seed * engines + self.accelerator.process_index // self.tensor_parallel_size
-        return settings
+        number_of_engine = self.accelerator.process_index // self.tensor_parallel_size
+        arguments["seed"] = self.seed * engines + number_of_engine
+        return arguments
 
     def _connect(self) -> None:
         """Find the server, refuse one that does not match this run, and let the sync check score random weights."""
@@ -149,21 +182,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
         holds_random_weights = on_first(self.accelerator, connect)
         if holds_random_weights and self.sync_check is not None:
-            self.sync_check.look_before(self)
+            self.sync_check.look_before(self.prompt_logps)
 
-    def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
-        """
-        The server's log-probs of a prompt, for [`engine_logps`]. All processes must call this together.
-
-        Args:
-            token_ids: The prompt, `T` tokens.
-
-        Returns:
-            `(T - 1,)` float32, of the tokens after the first. The main process asks the server; all get its answer.
-        """
-        return torch.tensor(on_first(self.accelerator, lambda: self.vllm_client.prompt_logps(token_ids)))
-
-    # Weight sync -----------------------------------------------------------------------------------------------------
+    # Sync ------------------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """
@@ -176,7 +197,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
 
-        weights = _WeightsToSend(self._iter_named_params())
+        weights = WeightStream(self._iter_named_params())
         with self._all_or_none("sync"), weights.read_to_the_end():
             self._send(iter(weights))
 
@@ -186,13 +207,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
             with self._all_or_none("sync check"):
                 self._check_sync(self.sync_check)
         self.sync_seconds += time.perf_counter() - began
-
-    @property
-    def _sends_base(self) -> bool:
-        """Whether the next sync sends more than the adapter of a frozen base."""
-        is_frozen = self._adapter_folder is not None
-        engine_has_base = self.num_syncs > 0 and not self.enable_sleep_mode  # sleep drops it
-        return not (is_frozen and engine_has_base)
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
         """
@@ -207,9 +221,16 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 yield from iter_low_bit_weights(self.model, self._dist.gather_params)
 
         if self._adapter_folder:
-            from ..quant.frozen import adapter_tensors  # imports peft
+            from ..quant.layers.frozen import adapter_tensors  # imports peft
 
             yield from adapter_tensors(self.model)
+
+    @property
+    def _sends_base(self) -> bool:
+        """Whether the next sync sends more than the adapter of a frozen base."""
+        is_frozen = self._adapter_folder is not None
+        engine_has_base = self.num_syncs > 0 and not self.enable_sleep_mode  # sleep drops it
+        return not (is_frozen and engine_has_base)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """
@@ -227,19 +248,33 @@ class LowBitVLLMGeneration(VLLMGeneration):
             reloading.reload_engine(self.llm, weights)
         reloading.reset_prefix_cache(self.llm)
 
+    # Check -----------------------------------------------------------------------------------------------------------
+
     def _check_sync(self, sync_check: SyncCheck) -> None:
         """Compare the engine with the learner."""
-        if self.mode == "colocate":
-            if self.enable_sleep_mode:
-                self.llm.wake_up(tags=["kv_cache"])
-            sync_check.check(self.llm, self.num_syncs)
-            return
+        if self.mode == "server":
+            # First, because a server never answers if a rank lacks weights.
+            on_first(self.accelerator, lambda: self.vllm_client.require_synced())
+        elif self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
 
-        # First, because a server never answers if a rank lacks weights.
-        on_first(self.accelerator, lambda: self.vllm_client.require_synced())
-        sync_check.check(self, self.num_syncs)
+        sync_check.check(self.prompt_logps, self.num_syncs)
 
-    # Generation ------------------------------------------------------------------------------------------------------
+    def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
+        """
+        The engine's log-probs of a prompt. With a server all processes must call this together.
+
+        Args:
+            token_ids: The prompt, `T` tokens.
+
+        Returns:
+            `(T - 1,)` float32, of the tokens after the first. The main process asks a server; all get its answer.
+        """
+        if self.mode == "server":
+            return torch.tensor(on_first(self.accelerator, lambda: self.vllm_client.prompt_logps(token_ids)))
+        return engine_logps(self.llm, token_ids)
+
+    # Generate --------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """
@@ -259,9 +294,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         with self._all_or_none("generation"):
             began = time.perf_counter()
             synced_before = self.sync_seconds
-            has_several_ranks = self.mode == "colocate" and self.tensor_parallel_size > 1
-            draws = sampling.same_draws(self.tp_group) if has_several_ranks else nullcontext()
-            with draws, _compat.extracted_by(extract_logprobs):
+            with self._same_draws(), extracted_by(extract_logprobs):
                 result = super().generate(prompts, *args, **kwargs)
             if self.mode == "server":
                 on_first(self.accelerator, lambda: self.vllm_client.raise_failure())
@@ -270,6 +303,18 @@ class LowBitVLLMGeneration(VLLMGeneration):
         synced = self.sync_seconds - synced_before
         self.rollout_seconds += time.perf_counter() - began - synced
         return result
+
+    def _same_draws(self) -> Any:
+        """The context in which the ranks of an engine draw the same seeds."""
+        has_several_ranks = self.mode == "colocate" and self.tensor_parallel_size > 1
+        return sampling.same_draws(self.tp_group) if has_several_ranks else nullcontext()
+
+    def reset_clock(self) -> None:
+        """Count the seconds of rollouts and syncs from now on."""
+        self.rollout_seconds = 0.0
+        self.sync_seconds = 0.0
+
+    # Failures --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _all_or_none(self, what: str) -> Iterator[None]:
@@ -290,53 +335,6 @@ class LowBitVLLMGeneration(VLLMGeneration):
         except BaseException:  # Ctrl-C, too
             self._failed = what
             raise
-
-    def reset_clock(self) -> None:
-        """Count the seconds of rollouts and syncs from now on."""
-        self.rollout_seconds = 0.0
-        self.sync_seconds = 0.0
-
-
-class _WeightsToSend:
-    """
-    The weights of one sync, read once.
-
-    Args:
-        weights: Their names and tensors.
-
-    Attributes:
-        bytes_read: Sizes of the tensors that were read so far.
-    """
-
-    def __init__(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.bytes_read = 0
-        self._weights = weights
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights:
-            self.bytes_read += tensor.nbytes
-            yield name, tensor
-
-    @contextmanager
-    def read_to_the_end(self) -> Iterator[None]:
-        """
-        After the block read what it left, also if it failed.
-
-        Sharded weights are gathered while they are read, by all processes together. So each process must read all of
-        them, also one that sends nothing (beside a server), and one in which the send failed: the others would wait
-        for it forever. Only Ctrl-C stops at once.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            # Raised below, when the other processes need this one no longer.
-            failure = error
-
-        for _ in self:
-            pass
-        if failure is not None:
-            raise failure
 
 
 def _check_completions(completions: Sequence[Sequence[int]], prompts: int) -> None:

@@ -9,10 +9,11 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import Tensor
 from trl.import_utils import is_vllm_available
 
-from ..quant.activations import memoize_last
-from ..quant.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, plain_gemm
+from ..quant.gemms.activations import memoize_last
+from ..quant.gemms.gemm import ActivationGemm, Gemm, GemmChoice, Saved, dequant_gemm, plain_gemm
 from ..quant.quantize import LowBitWeight
-from ..quant.scheme import SchemeSupport, support_of
+from ..quant.scheme import support_of
+from ..quant.supported import SchemeSupport
 from .cpu_support import check_engine_cpu
 from .vllm.platform import is_cpu_engine
 

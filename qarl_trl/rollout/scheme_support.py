@@ -13,9 +13,10 @@ from compressed_tensors.quantization import QuantizationConfig
 from packaging.version import Version
 from torch import nn
 
-from .._compat import installed_version
+from .._compat.versions import installed_version
 from ..cpu_exact.ops import has_engine_ops
-from ..quant.scheme import SchemeSupport, gpu_generation, support_of
+from ..quant.scheme import support_of
+from ..quant.supported import SchemeSupport, gpu_generation
 from .cpu_support import check_engine_cpu
 
 

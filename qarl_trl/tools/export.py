@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
 
-    from ..quant.start import QuantizedSource
+    from ..quant.source import QuantizedSource
 
 DEFAULT_SCHEME = "W4A16"
 DEFAULT_TARGETS = ["Linear"]
@@ -150,7 +150,7 @@ def _full_checkpoint(name: str) -> ExportSource:
     """A model with all its weights, in high precision."""
     from transformers import AutoModelForCausalLM
 
-    from ..quant.start import quantized_source
+    from ..quant.source import quantized_source
 
     if quantized_source(name) is not None:
         # Rounding low bits once more would give another model than the one that was trained.
@@ -164,7 +164,7 @@ def _adapter(args: argparse.Namespace) -> ExportSource:
     from peft import AutoPeftModelForCausalLM
 
     from ..export.files import base_of
-    from ..quant.start import quantized_source
+    from ..quant.source import quantized_source
 
     base, revision = base_of(Path(args.checkpoint))
     hub = {"revision": revision} if revision else {}
@@ -227,7 +227,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
     import torch
     from peft import PeftModel
 
-    from ..quant.frozen import align_adapters
+    from ..quant.layers.frozen import align_adapters
     from ..quant.start import load_master_weights
     from ..rollout.sync_check.learner_logps import learner_logps
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig
@@ -15,7 +16,11 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
 
-from .. import _compat, guards
+from .. import guards
+from .._compat.construction import construction, trl_module
+from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
+from .._compat.training_loop import add_first_callback
+from .._compat.versions import check_versions
 from ..checkpoints.resume import identity_of, resume_path
 from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
@@ -25,17 +30,16 @@ from ..export.sharing import SharingMixin
 from ..learner.attention import attend_from_cache, attending_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
-from ..quant.experts import num_experts
 from ..quant.names import base_model
-from ..quant.start import QuantizedSource, load_master_weights
+from ..quant.source import QuantizedSource
+from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..rollout.scheme_support import default_engine_kwargs
-from ..rollout.sync_check.check import SyncCheck
+from ..rollout.sync_check.check import SyncCheck, usual_mismatch
 from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
 from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
-from ..rollout.sync_check.verdict import USUAL, USUAL_OF_MIXTURE
 from ..validate import check_head, check_run
 from .settings import LowBitConfig
 
@@ -66,8 +70,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     _weight_flips: WeightFlips  # compares the low-bit weights of two syncs
 
     def __init__(self, *positional: Any, **named: Any) -> None:
-        _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
-        _compat.trl_module(type(self))  # refuses a class without a trainer of TRL
+        check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
+        trl_module(type(self))  # refuses a class without a trainer of TRL
         bound = inspect.signature(super().__init__).bind(*positional, **named)
         arguments = bound.arguments
         model: Any = arguments["model"]
@@ -87,7 +91,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         arguments["model"] = _anchor_paths(model, args)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
-        with _compat.construction(type(self), partial(self._build_engine, args), self._loader(args)):
+        with construction(type(self), partial(self._build_engine, args), self._loader(args)):
             super().__init__(*bound.args, **bound.kwargs)
 
         if args.has_engine:
@@ -98,7 +102,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
-            self.callback_handler.callbacks.insert(0, _TellStore(self.low_bit_store))
+            add_first_callback(self, _TellStore(self.low_bit_store))
             self.add_callback(_CheckLayers(self._check_layers_ran))
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))
@@ -171,8 +175,18 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             with self.accelerator.autocast(), attending_from_cache(self._unwrapped, cache_dtype):
                 return learner_logps(self._unwrapped, tokens)
 
-        usual = USUAL_OF_MIXTURE if num_experts(self.model.config) else USUAL
+        usual = usual_mismatch(self.model)
         return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_with_training, usual)
+
+    def _tool_call_loop(self, *args: Any) -> tuple:
+        """
+        TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must
+        not wait for the others.
+        """
+        if not self.args.has_engine:
+            return super()._tool_call_loop(*args)
+        with patch.object(self.vllm_generation, "alone", True):
+            return super()._tool_call_loop(*args)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """
@@ -196,8 +210,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's method; under FSDP2 outputs stay float32 and gradients stay sharded."""
         super().create_accelerator_and_postprocess()
-        _compat.keep_float32(self.accelerator)
-        _compat.keep_gradients_sharded(self.accelerator, self.args)
+        keep_float32(self.accelerator)
+        keep_gradients_sharded(self.accelerator, self.args)
 
     def _prepare_for_training(self, *args: Any) -> tuple:
         """
@@ -291,7 +305,7 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
     """
     if args.frozen:
         # The layers were quantized while they were loaded, before the model had its adapter.
-        from ..quant.frozen import align_adapters  # imports peft
+        from ..quant.layers.frozen import align_adapters  # imports peft
 
         align_adapters(model)
     elif plan is not None:
@@ -299,8 +313,8 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         apply_quantization(model, plan, gemm=gemm, quantize_forward=args.quantize_learner)
         check_head(model)
 
-    if _compat.is_zero3(args):
-        _compat.fit_to_zero3(base_model(model))
+    if is_zero3(args):
+        fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
         use_engine_ops(model)
     if args.aligned_cache is not None:  # after the choice of an attention

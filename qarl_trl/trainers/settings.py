@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl.import_utils import is_vllm_available
 
+from .._compat.arguments import add_json_fields
 from ..cpu_exact.ops import unsupported
 from ..quant.modifier import read_modifier
 from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
@@ -135,11 +136,7 @@ class LowBitConfig:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # The fields that a command line may give as JSON: those of the TRL config beside this class, and ours.
-        names = ["vllm_engine_kwargs"]
-        for base in cls.__mro__:
-            names += [name for name in vars(base).get("_VALID_DICT_FIELDS", ()) if name not in names]
-        cls._VALID_DICT_FIELDS = names
+        add_json_fields(cls, "vllm_engine_kwargs")
 
     # What the settings mean ------------------------------------------------------------------------------------------
 

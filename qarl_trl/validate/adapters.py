@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import _compat
+from .._compat.versions import check_versions
 from .types import RunSettings
 
 
@@ -27,9 +27,9 @@ def check_adapter(config: Any, args: RunSettings) -> None:
         ImportError: if the installed peft is an untested version.
         ValueError: if the adapter or the settings do not fit.
     """
-    from ..quant.lora import check_lora_config  # imports peft, which is optional
+    from ..quant.layers.lora import check_lora_config  # imports peft, which is optional
 
-    _compat.check_versions("peft")
+    check_versions("peft")
     check_lora_config(config)
 
     if args.frozen:

@@ -6,18 +6,25 @@ import copy
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils import match_targets
 from torch import nn
 from transformers import PretrainedConfig
 
 from ..quant.convert import apply_quantization
-from ..quant.experts import QuantExperts
-from ..quant.layer import LowBitLayer
+from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
+from ..quant.layers.layer import LowBitLayer
+from ..quant.names import checkpoint_modules
+from ..quant.scheme import DEFAULT_IGNORE
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
 from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
 from .types import RunSettings
+
+
+logger = get_logger(__name__)
 
 
 def check_plan(plan: QuantizationConfig, args: RunSettings) -> None:
@@ -57,6 +64,8 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
     """
     model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
     check_head(model)
+    if plan is not None:
+        _warn_of_ignored(model, plan)
 
     has_experts = any(isinstance(module, QuantExperts) for module in model.modules())
     if has_experts and args.has_engine and args.device.type == "cpu":
@@ -69,11 +78,27 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
             engine_rank(adapter.r)  # raises if vLLM has none
 
 
+def _warn_of_ignored(model: nn.Module, plan: QuantizationConfig) -> None:
+    """Warn of ignored names that match nothing: with a typing error a layer that was to stay would be quantized."""
+    modules = list(checkpoint_modules(model))
+    linear = nn.Linear(1, 1, device="meta")
+    for name, module in expert_modules(model):
+        if has_known_layout(module):
+            for parameter in PROJECTIONS:
+                modules += [(layer, linear) for layer in layer_names(name, module, parameter)]
+
+    # Those of the default are for all models.
+    of_user = [pattern for pattern in plan.ignore or () if pattern not in DEFAULT_IGNORE]
+    unused = [pattern for pattern in of_user if not any(match_targets(*named, [pattern]) for named in modules)]
+    if unused:
+        logger.warning(f"quant_ignore: {unused} match no module of the model, so they keep nothing in high precision.")
+
+
 def _check_aligned(model: nn.Module, adapter: Any) -> None:
     """Try to put an adapter on top of a frozen base, of which `model` has no weights yet."""
     from peft import get_peft_model  # optional, so only here
 
-    from ..quant.frozen import align_adapters
+    from ..quant.layers.frozen import align_adapters
 
     with torch.device("meta"):
         # A copy, because peft writes the names of the layers into it.

@@ -7,9 +7,9 @@ from transformers import PretrainedConfig
 
 from ..export.push import repository_of
 from ..guards import on_first
-from ..quant.experts import num_experts
+from ..quant.layers.experts import num_experts
 from ..quant.names import adapter_configs, architecture_of
-from ..quant.start import QuantizedSource
+from ..quant.source import QuantizedSource
 from .adapters import check_tied
 from .arguments import check_arguments
 from .data import check_data
@@ -20,6 +20,7 @@ from .memory import check_host_memory
 from .model import config_of, skeleton
 from .prompts import check_prompts
 from .source import find_source
+from .teacher import check_teacher
 from .types import RunSettings, TrainerArguments
 
 
@@ -51,6 +52,7 @@ def check_run(
 
     source = find_source(model, args)
     config = config_of(model, args)
+    check_teacher(model, config, source, args, trainer_arguments)
 
     if args.quantized:
         for adapter in adapter_configs(model, trainer_arguments.get("peft_config")):

@@ -6,7 +6,7 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedModel
 
 from ..quant.scheme import resolve_config
-from ..quant.start import QuantizedSource, quantized_source
+from ..quant.source import QuantizedSource, quantized_source
 from .layers import check_plan
 from .model import loading_arguments
 from .types import RunSettings

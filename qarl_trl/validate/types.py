@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from transformers import TrainingArguments
 
@@ -14,11 +14,10 @@ from ..trainers.settings import LowBitConfig
 # which loads no master weights, gives an empty mapping.
 TrainerArguments: TypeAlias = Mapping[str, Any]
 
-if TYPE_CHECKING:
 
-    class RunSettings(LowBitConfig, TrainingArguments):
-        """The config of a run: the fields of `LowBitConfig` and those of the trainer's own config."""
+class RunSettings(LowBitConfig, TrainingArguments):
+    """
+    The config of a run, for annotations: the fields of `LowBitConfig` and those of the trainer's own config.
 
-else:
-    # Only an annotation. A run's config is of the user's class, such as `QaRLConfig`.
-    RunSettings = LowBitConfig
+    Nothing makes one or asks for this class: a run's config is of the user's class, such as `QaRLConfig`.
+    """

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.start import load_master_weights, quantized_source
+from qarl_trl.quant.source import quantized_source
+from qarl_trl.quant.start import load_master_weights
 
 
 pytest.importorskip("llmcompressor")

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.quant.gemm import dequantize
 from qarl_trl.quant.modifier import read_modifier
+from qarl_trl.quant.quantize import dequantize
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])

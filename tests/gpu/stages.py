@@ -38,7 +38,7 @@ from qarl_trl.quant import (
     resolve_scheme,
 )
 from qarl_trl.quant.quantize import dequantize
-from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
+from qarl_trl.quant.supported import SUPPORTED, gpu_generation
 from qarl_trl.rollout.engine_gemm import GEMMS
 from qarl_trl.rollout.sync_check.learner_logps import low_bit_forward
 

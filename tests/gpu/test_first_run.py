@@ -9,7 +9,7 @@ import torch
 from conftest import make_model
 
 from qarl_trl.quant import apply_quantization, quantized_modules
-from qarl_trl.quant.gemm import Gemm, plain_gemm
+from qarl_trl.quant.gemms.gemm import Gemm, plain_gemm
 from qarl_trl.rollout.engine_gemm import GEMMS
 
 from . import stages

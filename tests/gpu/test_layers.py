@@ -7,17 +7,18 @@ import torch
 from quant.schemes import normal, relative_error, same_bytes
 
 from qarl_trl.quant import quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.activations import (
+from qarl_trl.quant.cuda_kernels import launch_decode_int4
+from qarl_trl.quant.gemms.activations import (
     plain_tokens_fp8,
     plain_tokens_int8,
     quantize_groups_fp8,
     quantize_tokens_fp8,
     quantize_tokens_int8,
 )
-from qarl_trl.quant.cuda_kernels import launch_decode_int4
-from qarl_trl.quant.gemm import dequantize, plain_gemm
-from qarl_trl.quant.grouped import ExpertsGemm
-from qarl_trl.quant.scheme import SUPPORTED, gpu_generation
+from qarl_trl.quant.gemms.gemm import plain_gemm
+from qarl_trl.quant.gemms.grouped import ExpertsGemm
+from qarl_trl.quant.quantize import dequantize
+from qarl_trl.quant.supported import SUPPORTED, gpu_generation
 from qarl_trl.rollout.engine_gemm import engine_gemm
 
 

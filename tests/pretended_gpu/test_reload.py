@@ -12,7 +12,7 @@ import pytest
 import torch
 from slow.isolated import isolated, isolated_group
 
-from qarl_trl.quant.scheme import GPU_GENERATIONS
+from qarl_trl.quant.supported import GPU_GENERATIONS
 
 from .cuda import cuda
 from .engine import PADDED, WHOLE_TILES, Engine, make_learner

@@ -8,7 +8,8 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 from qarl_trl.quant import quantize_weight, resolve_scheme
-from qarl_trl.quant.scheme import SUPPORTED, has_global_scale
+from qarl_trl.quant.scheme import has_global_scale
+from qarl_trl.quant.supported import SUPPORTED
 
 
 NVFP4 = "NVFP4A16"  # its global scale belongs to several layers: tests/quant/test_nvfp4.py

@@ -10,8 +10,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight, resolve_scheme
-from qarl_trl.quant.gemm import dequantize
-from qarl_trl.quant.quantize import largest_magnitude
+from qarl_trl.quant.quantize import dequantize, largest_magnitude
 from quant.schemes import NVFP4, normal, same_tensors
 
 

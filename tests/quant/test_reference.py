@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from qarl_trl.quant import quantize_weight, reference, resolve_scheme
-from qarl_trl.quant.gemm import dequantize
-from qarl_trl.quant.quantize import LowBitWeight
+from qarl_trl.quant.quantize import LowBitWeight, dequantize
 from qarl_trl.quant.scheme import has_global_scale
 from quant.schemes import ALL_SCHEMES, SCHEMES, compressed, decompressed, normal, observed, same_bytes, same_tensors
 

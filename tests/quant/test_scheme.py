@@ -12,7 +12,6 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from conftest import make_model
 
 from qarl_trl.quant.scheme import (
-    SUPPORTED,
     describe_scheme,
     effective_group_size,
     resolve_config,
@@ -20,6 +19,7 @@ from qarl_trl.quant.scheme import (
     scheme_for,
     support_of,
 )
+from qarl_trl.quant.supported import SUPPORTED
 
 
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}

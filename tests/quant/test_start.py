@@ -1,4 +1,4 @@
-"""`qarl_trl.quant.start`: checkpoints of llm-compressor and of our own, as master weights or frozen; broken files."""
+"""`qarl_trl.quant.start` and `source`: checkpoints of llm-compressor and our own, as master weights or frozen."""
 
 import json
 import re
@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
-from qarl_trl.quant.experts import QuantExperts
-from qarl_trl.quant.gemm import dequantize
+from qarl_trl.quant.layers.experts import QuantExperts
+from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
-from qarl_trl.quant.start import load_master_weights, quantized_source
+from qarl_trl.quant.source import quantized_source
+from qarl_trl.quant.start import load_master_weights
 from qarl_trl.validate.source import find_source
 from quant.schemes import same_tensors
 

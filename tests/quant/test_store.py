@@ -16,10 +16,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight
-from qarl_trl.quant.gemm import dequantize
-from qarl_trl.quant.lora import merged_weight
-from quant.layers import IN, OUT, make_input, make_layer, make_model, record_quantizations
+from qarl_trl.quant.layers.lora import merged_weight
+from qarl_trl.quant.quantize import dequantize
 from quant.schemes import NVFP4, same_tensors
+from quant.toy_layers import IN, OUT, make_input, make_layer, make_model, record_quantizations
 
 
 TOKENS = torch.tensor([[3, 4, 5]])

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, matmul, quantized_modules
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantized_modules
+from qarl_trl.quant.layers import matmul
 from quant.schemes import NAMES
 
 

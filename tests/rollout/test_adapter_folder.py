@@ -1,12 +1,14 @@
-"""The folder of an adapter: a killed run's is removed by the next, and nobody else's."""
+"""`qarl_trl.rollout.adapter_folder`: where it is; a killed run's is removed by the next, and nobody else's."""
 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from qarl_trl.rollout.adapter_folder import PREFIX, AdapterFolder, remove_leftovers
+from qarl_trl.rollout.adapter_folder import PREFIX, AdapterFolder, adapter_place, remove_leftovers
 
 
 # A process that holds a folder until it is killed.
@@ -59,3 +61,14 @@ def test_a_run_that_ends_leaves_nothing(tmp_path):
     del folder
 
     assert not list(tmp_path.iterdir())
+
+
+# 1000 numbers of 2 bytes, twice.
+@pytest.mark.parametrize(("free", "place"), [(4001, "/dev/shm"), (4000, None)])
+def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch, free, place):
+    parameters = [("q.lora_A.weight", torch.empty(1000)), ("q.weight", torch.empty(9**6))]
+    model = SimpleNamespace(named_parameters=lambda: parameters)
+    monkeypatch.setattr("os.path.isdir", lambda path: True)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+
+    assert adapter_place(model) == place

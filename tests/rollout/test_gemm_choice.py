@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from qarl_trl.quant import resolve_scheme
-from qarl_trl.quant.gemm import CpuInt4Int8Gemm, DequantGemm, Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, plain_gemm
-from qarl_trl.quant.scheme import SUPPORTED
+from qarl_trl.quant.gemms.gemm import (
+    CpuInt4Int8Gemm,
+    DequantGemm,
+    Fp8BlockGemm,
+    Fp8Gemm,
+    Int4Fp8Gemm,
+    Int8Gemm,
+    plain_gemm,
+)
+from qarl_trl.quant.supported import SUPPORTED
 from qarl_trl.rollout import engine_gemm as rollout_gemm
 from qarl_trl.rollout.engine_gemm import GEMMS, EngineGemm
 

@@ -9,7 +9,8 @@ from configs import config
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.scheme import SUPPORTED, resolve_scheme, single_group
+from qarl_trl.quant.scheme import resolve_scheme, single_group
+from qarl_trl.quant.supported import SUPPORTED
 from qarl_trl.rollout import scheme_support
 from qarl_trl.rollout.scheme_support import check_engine, default_engine_kwargs
 from qarl_trl.validate import check_arguments

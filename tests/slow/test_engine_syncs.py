@@ -39,17 +39,17 @@ LOST = {"mlp.down_proj": "mlp.down_proj", "self_attn.q_proj": "self_attn.qkv_pro
 
 def _one_engine(model: str, folder: str) -> dict[str, Any]:
     """Scales at the start, after syncs and after a sleep; a text; a sync of a sleeping engine, and incomplete ones."""
-    from qarl_trl.rollout.sync_check.check import SyncCheck
+    from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
     results: dict[str, Any] = {}
-    look_before = SyncCheck.look_before
+    look_before = LowBitVLLMGeneration._look_before
 
-    def look_first(check: Any, llm: Any) -> None:
+    def look_first(engine: Any, llm: Any) -> None:
         results["start"] = _scales(llm)
-        look_before(check, llm)
+        look_before(engine, llm)
 
     # The first that looks at an engine is the sync check, within the trainer's constructor.
-    with patch.object(SyncCheck, "look_before", look_first):
+    with patch.object(LowBitVLLMGeneration, "_look_before", look_first):
         engine = make_trainer(model, Path(folder)).vllm_generation
 
     for when in ("first sync", "second sync"):

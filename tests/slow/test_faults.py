@@ -83,8 +83,8 @@ def _second_train(trainer: Any) -> dict[str, float]:
 
 
 def _nan_in_the_engine(trainer: Any) -> dict[str, Any]:
-    from qarl_trl import trainer as module
     from qarl_trl.rollout.vllm import reloading
+    from qarl_trl.trainers import measured
 
     engine = trainer.vllm_generation
     sync = engine.sync_weights
@@ -96,7 +96,7 @@ def _nan_in_the_engine(trainer: Any) -> dict[str, Any]:
     with patch.object(engine, "sync_weights", sync_nan):
         message = _error(trainer.train)
         # What would have been logged, had nobody looked for NaN.
-        with patch.object(module, "check_mismatch", lambda *_: None):
+        with patch.object(measured, "check_mismatch", lambda *_: None):
             trainer.train()
     return {"NaN in the engine": message, "mismatch that was logged": _last_mismatch(trainer)}
 

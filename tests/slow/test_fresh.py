@@ -51,7 +51,7 @@ def _all_cases(folder: str, names: list[str], repaired: bool) -> dict[str, dict[
 
     reload: Any = nullcontext()
     if not repaired:
-        reload = patch.object(reloading, "complete_reload", nullcontext)
+        reload = patch.object(reloading, "refresh_cpu_kernels", nullcontext)
 
     outcomes: dict[str, dict[str, bool] | str] = {}
     torch.manual_seed(1)
@@ -153,7 +153,7 @@ def test_after_a_sync_the_engine_answers_as_a_fresh_one(outcomes, case):
 
 @pytest.mark.avx512  # that for AVX2 packs no tied embedding
 def test_without_the_repair_some_are_stale(tmp_path):
-    """The control. When this fails vLLM has been repaired, and the case can leave `complete_reload`."""
+    """The control. When this fails vLLM has been repaired, and the case can leave `refresh_cpu_kernels`."""
     outcomes = isolated(_all_cases, str(tmp_path), sorted(BROKEN_BY_VLLM), False)
 
     assert len(outcomes) == len(BROKEN_BY_VLLM)

@@ -134,8 +134,8 @@ def _change_adapters(trainer: Any, answers: Any, samples: list) -> dict[str, Any
     randomize_adapter(trainer.model, seed=8)
     mismatch = _mismatch(samples, trainer.model)
     with pytest.raises(RuntimeError, match="stale|At most"):
-        engine.sync_check.check(engine.llm, 2)
-        engine.sync_check.check(engine.llm, 3)
+        engine.sync_check.check(engine.prompt_logps, 2)
+        engine.sync_check.check(engine.prompt_logps, 3)
 
     engine.sync_weights()
     moved = engine_logprobs(engine.llm) != answers

@@ -130,7 +130,7 @@ def _changed_layers(before: Tensors, after: Tensors) -> list[str]:
 def _record_forward(model: torch.nn.Module) -> Tensors:
     """The low-bit tensors that the matrix products of one forward really get, under their names in a checkpoint."""
     from qarl_trl.quant import quantized_modules
-    from qarl_trl.quant.matmul import LowBitMatmul
+    from qarl_trl.quant.layers.matmul import LowBitMatmul
 
     layers = dict(quantized_modules(model))
     recorded: Tensors = {}

@@ -249,7 +249,7 @@ def _train_sharded(model: str, folder: str, gather_quantized: bool) -> dict[str,
     changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "gradient_checkpointing": True}
     trainer = trainer_of_two(model, folder, True, max_steps=2, seed=1, **changes)
     # Then FSDP2 gathers what it gathers of any model.
-    whole_weights_instead = patch("qarl_trl.quant.store.gather_quantized", lambda *_: None)
+    whole_weights_instead = patch("qarl_trl.quant.store.make_master_shards", lambda *_: None)
     with nullcontext() if gather_quantized else whole_weights_instead:
         trainer.train()
 
@@ -280,10 +280,10 @@ BROKEN = "model.layers.1.mlp.down_proj.weight_packed"
 
 def _train_broken(model: str, folder: str, how: str) -> str:
     """What a process says whose run is broken, in itself or in the other."""
-    from qarl_trl import _compat
+    from qarl_trl.trainers import low_bit
 
     if how == "log-probs in bfloat16":
-        with patch.object(_compat, "keep_float32", lambda accelerator: None):
+        with patch.object(low_bit, "keep_float32", lambda accelerator: None):
             trainer = trainer_of_two(model, folder, True)
     else:
         trainer = trainer_of_two(model, folder, how == "incomplete sync")

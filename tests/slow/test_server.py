@@ -105,8 +105,6 @@ def test_nobody_but_a_trainer_gets_in(server):
 
 def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
     """A short run: its log, the size of the last sync, and log-probs of a prompt after the first and the last sync."""
-    from qarl_trl.rollout.sync_check.engine_logps import engine_logps
-
     changes: dict[str, Any] = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2}
     if server:
         changes |= over_there(place)
@@ -114,14 +112,12 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
     trainer = make_trainer(place["model"], Path(place["folder"], f"run-{server}"), adapter, **changes)
     randomize_adapter(trainer.model)
 
-    # The sync check asks a server through the engine of the trainer.
     engine = trainer.vllm_generation
-    llm = engine if server else engine.llm
     tokens = engine.sync_check.token_ids
     # `None` beside a server that an earlier run synced to.
     random = engine.sync_check.before
     engine.sync_weights()
-    first = engine_logps(llm, tokens)
+    first = engine.prompt_logps(tokens)
     trainer.train()
 
     every_weight, embeddings = _bytes_in_bfloat16(trainer.model)
@@ -134,7 +130,7 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
         "embeddings": embeddings,
         "random": None if random is None else random.tolist(),
         "first": first.tolist(),
-        "last": engine_logps(llm, tokens).tolist(),
+        "last": engine.prompt_logps(tokens).tolist(),
         "left": [str(path) for path in Path(place["folder"], "syncs").glob("*")],
     }
 

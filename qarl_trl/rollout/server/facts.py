@@ -1,4 +1,8 @@
-"""What a learner and the engine of a server must have in common."""
+"""What a learner and the engine of a server must have in common.
+
+A server is started by hand, and from the model's files. If its model, scheme or vLLM is not that of the run, a sync
+may still succeed. So both ends state the same facts, and the trainer compares them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils import flatten_dict
 
-from ..._compat import installed_version
+from ..._compat.versions import installed_version
 
 
 # Fields of a config that determine a text model; a learner and an engine with different files differ in one of these.

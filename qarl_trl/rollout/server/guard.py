@@ -9,8 +9,8 @@ import socket
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .calls import ask_workers, offer_adapter
 from .key import KEY
+from .worker_calls import call_workers, offer_adapter
 
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ async def _answer_of_workers(request: Request, method: str) -> Any:
 
     try:
         args = await request.json()
-        answers = await ask_workers(request.app, method, args)
+        answers = await call_workers(request.app, method, args)
         # The last argument says whether the sync had an adapter. Workers answer nothing but errors.
         has_adapter = method == "qarl_load" and args[2:] == [True]
         if has_adapter and not any(answers):

@@ -1,4 +1,8 @@
-"""The key of a server of `qarl-trl serve`: who makes it, where it is stored, and who may be trusted with the file."""
+"""The key of a server, by which it knows its trainer.
+
+A server without a key of the user's makes one, and stores it in a file beside the sync folder, where a trainer that
+mounts it finds it. The file may be made and read by this user alone.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,26 @@ from pathlib import Path
 KEY = "VLLM_API_KEY"
 # What to do about a file that cannot be trusted.
 _OTHER_KEY = f"Remove it, or set {KEY} on both machines."
+
+
+def make_key(sync_folder: str) -> str:
+    """
+    Make a new key, print it once, and store it readable only by this user.
+
+    Args:
+        sync_folder: The folder of weight syncs. The key is stored beside it.
+    """
+    key = secrets.token_hex(16)
+    path = key_file(sync_folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    # Created with its mode, so that nobody can read it in between. O_EXCL: never into a file that somebody else made.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(f"{key}\n")
+
+    print(f"Made a key for this server (stored in {path}). On the trainer's machine: export {KEY}={key}", flush=True)
+    return key
 
 
 def key_file(sync_folder: str | Path) -> Path:
@@ -39,10 +63,10 @@ def find_key(sync_folder: str | Path) -> str:
     if key:
         return key
 
-    return _read_own(key_file(sync_folder))
+    return _read_private(key_file(sync_folder))
 
 
-def _read_own(file: Path) -> str:
+def _read_private(file: Path) -> str:
     """The content of a file that this user made for itself alone; empty without one, `PermissionError` otherwise."""
     # One opened file from here on: the name could mean another file a moment later.
     try:
@@ -62,23 +86,3 @@ def _read_own(file: Path) -> str:
                 f"got uid {state.st_uid} and mode {mode:04o}. {_OTHER_KEY}"
             )
         return opened.read().strip()
-
-
-def make_key(sync_folder: str) -> str:
-    """
-    Make a new key, print it once, and store it readable only by this user.
-
-    Args:
-        sync_folder: The folder of weight syncs. The key is stored beside it.
-    """
-    key = secrets.token_hex(16)
-    path = key_file(sync_folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    # Created with its mode, so that nobody can read it in between. O_EXCL: never into a file that somebody else made.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(f"{key}\n")
-
-    print(f"Made a key for this server (stored in {path}). On the trainer's machine: export {KEY}={key}", flush=True)
-    return key

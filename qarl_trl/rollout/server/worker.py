@@ -1,4 +1,12 @@
-"""Code for the workers of a vLLM server that `qarl-trl serve` starts; its command line names this file."""
+"""What each worker of a server does: load a sync, and say what it holds.
+
+vLLM makes its worker class a subclass of the class that `--worker-extension-cls` names
+(`v1/worker/worker_base.py`), so every process of the engine has these methods. A worker imports this file before it
+makes its model.
+
+Each set of weights has a version, which is an attribute of the engine's model: a model that vLLM has just made with
+random weights has none, and it is `None` during a sync and after one that failed.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +24,14 @@ from .files import folder_of, read_parts
 
 logger = logging.getLogger(__name__)
 
-# A worker imports this file before it makes its model.
+# What must be so before the model is made.
 if is_cpu_engine():
     choose_arithmetic()
 keep_cache_scales()
 
 
 class WorkerExtension:
-    """Methods of every worker of the server, for [`~qarl_trl.rollout.server.guard.Guard`]."""
+    """Methods of every worker of the server, which [`~qarl_trl.rollout.server.guard.Guard`] calls."""
 
     def qarl(self, method: str, *args: Any) -> Any:
         """
@@ -55,17 +63,16 @@ class WorkerExtension:
         Args:
             version: The version of the sync, and the name of its folder.
             files: The number of its files with weights; 0: only the adapter, beside the base of an earlier sync.
-            has_adapter: Whether an adapter for the weights lies beside those files.
+            has_adapter: Whether an adapter lies beside those files.
 
         Raises:
-            RuntimeError: if an earlier sync failed, or if only an adapter came for a base of another run.
+            RuntimeError: if an earlier sync failed, or if an adapter came alone and the base is not of its run.
             ValueError: if the folder is incomplete.
         """
         sync_folder = self.vllm_config.additional_config.get("sync_folder", "")
         tensors = read_parts(sync_folder, version, files)
 
-        # A model with random weights has no version. The version is `None` during a sync and after a failed one, with
-        # whose buffered tensors vLLM's next reload would continue.
+        # vLLM's next reload would continue with the tensors that a failed one has buffered.
         model = self.model_runner.get_model()
         held = getattr(model, "qarl_version", "random")
         if held is None:

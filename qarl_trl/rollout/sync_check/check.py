@@ -1,8 +1,8 @@
-"""The sync check: does the engine answer with the weights of the last sync?
+"""When the sync check looks at an engine, and how all processes of a run stop together for one that is wrong.
 
-Engine and learner score one fixed prompt, before the first sync of a run (while the engine holds random weights) and
-after it. The mismatch must fall to a level that rounding explains, which is measured on the learner. Later checks also
-compare how the log-probs of engine and learner moved.
+Before the first sync the engine holds random weights: the check keeps what it answers then. After the first sync the
+mismatch between engine and learner must have fallen to a level that rounding explains. After later ones it must not
+have grown, and the engine must have moved where the learner did. The rules are in `verdict`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,49 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
+from torch import Tensor, nn
 
-from .engine_logps import engine_logps
+from ...quant.layers.experts import expert_modules, num_experts
 from .learner_logps import LearnerLogps
-from .verdict import GROWTH, USUAL, Anchor, Reading, read_first, read_later
+from .verdict import (
+    RESOLUTION,
+    USUAL,
+    USUAL_OF_WEIGHT_ONLY_EXPERTS,
+    Anchor,
+    Reading,
+    first_anchor,
+    read_first,
+    read_later,
+)
 
+
+# The log-probs that an engine gives a prompt: from `T` token ids to `(T - 1,)` float32.
+EngineLogps = Callable[[Sequence[int]], Tensor]
 
 logger = get_logger(__name__)
+
+# A mismatch of rollouts so many times that of the last check is checked again.
+RISEN = 3.0
+
+
+def usual_mismatch(model: nn.Module) -> float:
+    """
+    The mismatch that always passes, in noise floors, for the kernels that an engine has for a model.
+
+    Args:
+        model: The learner's model; in a low-bit run after `apply_quantization`.
+    """
+    if not num_experts(model.config):
+        return USUAL
+
+    schemes = [getattr(experts, "scheme", None) for _, experts in expert_modules(model)]
+    quantize_inputs = [scheme is not None and scheme.input_activations is not None for scheme in schemes]
+    if schemes and all(quantize_inputs):
+        return USUAL
+    return USUAL_OF_WEIGHT_ONLY_EXPERTS
 
 
 @dataclass
@@ -32,10 +63,12 @@ class SyncCheck:
     Args:
         token_ids: The prompt, `T` tokens.
         every: `"first"`, or a number N: the first sync and then every N syncs.
-        score: LearnerLogps the prompt by the learner. All processes call it together.
+        score: Scores the prompt by the learner. All processes call it together.
         gather: Collects the rows `(1, 4)` of all processes, so that they stop together.
         report: Logs a metric by name and value.
-        usual: Mismatch that always passes, in noise floors; see `verdict.py`.
+        usual: Mismatch that always passes, in noise floors, from [`usual_mismatch`].
+        watched: Mismatch of rollouts when the check last ran, in nats per token; `None` before the first rollout.
+        asked: Whether the next sync is checked whatever `every` says.
         before: The engine's log-probs before its first sync, `(T - 1,)` float32; `None` if it may hold weights of an
             earlier run.
         anchor: What the next check compares with; `None` before the first check.
@@ -47,8 +80,19 @@ class SyncCheck:
     gather: Callable[[Tensor], Tensor]
     report: Callable[[str, float], None]
     usual: float = USUAL
+    watched: float | None = None
+    asked: bool = False
     before: Tensor | None = None
     anchor: Anchor | None = None
+
+    def look_before(self, engine_logps: EngineLogps) -> None:
+        """
+        Score the prompt by the engine before its first sync.
+
+        Args:
+            engine_logps: Scores a prompt by the engine.
+        """
+        self.before = engine_logps(self.token_ids)
 
     def due(self, syncs: int) -> bool:
         """
@@ -57,25 +101,39 @@ class SyncCheck:
         Args:
             syncs: The number of syncs so far.
         """
+        if self.asked:
+            return True
         if self.every == "first":
             return syncs == 1
         return (syncs - 1) % int(self.every) == 0
 
-    def look_before(self, llm: Any) -> None:
+    def watch(self, mismatch: float) -> None:
         """
-        Score the prompt by the engine before its first sync.
+        Ask for a check after the next sync if the mismatch of rollouts has grown `RISEN`-fold since the last one.
+
+        A fault may show only when weights have moved: at the first sync an engine that has one copy of a weight is
+        equal to a learner that has two.
 
         Args:
-            llm: The engine, as [`engine_logps`] takes it.
+            mismatch: Of a rollout batch, over all processes: mean absolute log-prob difference in nats per token.
         """
-        self.before = engine_logps(llm, self.token_ids)
+        if self.watched is None:
+            self.watched = mismatch
+        elif mismatch > RISEN * max(self.watched, RESOLUTION):
+            logger.warning(
+                f"The mismatch between engine and learner rose from {self.watched:.2g} to {mismatch:.2g} nats per "
+                "token: the sync check runs again after the next sync."
+            )
+            # So a mismatch that goes on growing is checked at each multiple.
+            self.watched = mismatch
+            self.asked = True
 
-    def check(self, llm: Any, syncs: int) -> Reading:
+    def check(self, engine_logps: EngineLogps, syncs: int) -> Reading:
         """
         Compare engine and learner. All processes call it together.
 
         Args:
-            llm: The engine, as [`engine_logps`] takes it.
+            engine_logps: Scores a prompt by the engine.
             syncs: The number of syncs so far.
 
         Returns:
@@ -84,11 +142,12 @@ class SyncCheck:
         Raises:
             RuntimeError: in all processes if the engine of any is wrong or stale.
         """
+        self.asked = False
         learner = self.score()
 
         failure: Exception | None = None
         try:
-            engine = engine_logps(llm, self.token_ids).to(learner.plain.device)
+            engine = engine_logps(self.token_ids).to(learner.plain.device)
         except Exception as error:
             # The other processes wait in the gather. NaN stops them, too.
             failure = error
@@ -141,8 +200,7 @@ class SyncCheck:
     def _move_anchor(self, engine: Tensor, learner: LearnerLogps, reading: Reading) -> None:
         """Let the next checks compare with this one, which passed."""
         if self.anchor is None:
-            ratio = max(self.usual / GROWTH, reading.logp_diff / reading.noise_floor)
-            self.anchor = Anchor(engine, learner.plain, ratio)
+            self.anchor = first_anchor(engine, learner, reading, self.usual)
             return
 
         # The anchor waits until the learner has moved visibly, so that small updates add up to a verdict.

@@ -1,4 +1,4 @@
-"""How the sync check reads an engine: its log-probs of a prompt, here or from a server.
+"""The engine's log-probs of the prompt.
 
 This is for prompts alone. The log-probs of sampled tokens come with the completions.
 """
@@ -12,27 +12,23 @@ import torch
 from torch import Tensor
 
 
-# What to ask vLLM for, as arguments of `SamplingParams` and as fields of a request to a server: log-probs of the
-# prompt's own tokens, without alternatives. vLLM samples at least one token, which nobody reads. For such a request it
-# computes the whole prompt again, without the prefix cache.
+# What to ask vLLM for, as arguments of `SamplingParams` and as fields of a request to a server
+# (`ServerClient.prompt_logps`): log-probs of the prompt's own tokens, without alternatives. vLLM samples at least one
+# token, which nobody reads. For such a request it computes the whole prompt again, without the prefix cache.
 REQUEST: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
 
 
 def engine_logps(llm: Any, token_ids: Sequence[int]) -> Tensor:
     """
-    The engine's log-probs of a prompt's tokens after the first, at temperature 1.
+    A colocated engine's log-probs of a prompt's tokens after the first, at temperature 1.
 
     Args:
-        llm: A colocated `vllm.LLM`. In mode "server" the trainer's `LowBitVLLMGeneration`, whose `prompt_logps` asks
-            the server in the main process.
+        llm: A colocated `vllm.LLM`.
         token_ids: The prompt, `T` tokens.
 
     Returns:
-        `(T - 1,)` float32.
+        `(T - 1,)` float32, in nats.
     """
-    if hasattr(llm, "prompt_logps"):
-        return llm.prompt_logps(token_ids)
-
     from vllm import SamplingParams
 
     params = SamplingParams(**REQUEST, detokenize=False)

@@ -1,4 +1,4 @@
-"""The log-probs that a learner's low-bit model gives the prompt, without and with rounding noise."""
+"""The learner's log-probs of the prompt, by the weights that the engine should have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from ...quant.layer import LowBitLayer
+from ...quant.layers.layer import LowBitLayer
 from .rounding_noise import rounding_noise
 
 
@@ -53,14 +53,6 @@ def learner_logps(model: nn.Module, token_ids: Sequence[int]) -> LearnerLogps:
     return LearnerLogps(plain=plain, noisy=noisy)
 
 
-def _forward(model: nn.Module, ids: Tensor) -> Tensor:
-    """Log-probs `(T - 1,)` of `ids`, `(1, T)`."""
-    # Without a cache: nothing is generated from it.
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-    logps = logits[0, :-1].float().log_softmax(-1)
-    return logps.gather(-1, ids[0, 1:, None]).squeeze(-1)
-
-
 @contextmanager
 def low_bit_forward(model: nn.Module, on: bool = True) -> Iterator[None]:
     """
@@ -75,3 +67,11 @@ def low_bit_forward(model: nn.Module, on: bool = True) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(patch.object(layer, "quantized_forward", on))
         yield
+
+
+def _forward(model: nn.Module, ids: Tensor) -> Tensor:
+    """Log-probs `(T - 1,)` of the tokens of `ids`, `(1, T)`, after the first."""
+    # Without a cache: nothing is generated from it.
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    logps = logits[0, :-1].float().log_softmax(-1)
+    return logps.gather(-1, ids[0, 1:, None]).squeeze(-1)

@@ -1,4 +1,4 @@
-"""The prompt that engine and learner score."""
+"""The prompt of the sync check: the same random tokens in every run of a model."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 
-# Number of tokens of the prompt, and the seed of the prompt and of the noise.
+# Number of tokens of the prompt.
 LENGTH = 128
+# Of the prompt, and of the rounding noise.
 SEED = 20260408
 
 
@@ -21,6 +22,9 @@ def sync_check_tokens(tokenizer: Any, vocab_size: int, length: int = LENGTH) -> 
             differently.
         vocab_size: The number of tokens that the model knows.
         length: The number of tokens of the prompt.
+
+    Returns:
+        Token ids.
     """
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     known = min(vocab_size, len(tokenizer))

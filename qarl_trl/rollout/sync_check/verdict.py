@@ -1,6 +1,13 @@
 """The verdict of the sync check, from the log-probs of one prompt by engine and learner.
 
-Mismatches are judged by the noise floor: how far rounding alone moves the learner's log-probs.
+Mismatches are judged in noise floors: how far rounding alone moves the learner's log-probs.
+
+- A first sync (`read_first`) passes up to `usual` floors, and fails above TENFOLD, where kernels would be ten times as
+  far apart as one rounding. Between them the mismatch must have fallen to LEFT of that before the sync, because with
+  8-bit activations a missing layer stays below TENFOLD.
+- A later one (`read_later`) may be GROWTH times the first, and the engine must have moved where the learner did.
+
+What engines and faults were measured to be is in docs/numerics.md and dev/numerics.md.
 """
 
 from __future__ import annotations
@@ -14,15 +21,16 @@ from torch import Tensor
 from .learner_logps import LearnerLogps
 
 
-# Mismatches in noise floors. Healthy engines had at most 1.4 (docs/numerics.md), on CPUs and on an H200, but 4.0 with
-# Marlin's W4A16 experts on the H200. Up to USUAL, or USUAL_OF_MIXTURE with experts, a first sync passes.
-# Above TENFOLD, where kernels would be ten times as far apart, it fails. Between them the mismatch must fall below
-# LEFT times that before the sync, since with 8-bit activations a missing layer stays below TENFOLD. Later mismatches
-# may be GROWTH times the first.
+# In noise floors. Healthy engines had at most 1.4, on CPUs and on an H200.
 USUAL = 3.0
-USUAL_OF_MIXTURE = 6.0
+# For experts whose inputs are not quantized: Marlin's W4A16 experts had 4.0 on the H200, on syncs that were right bit
+# for bit (A, B, A). Why is not known. Learners with ten times the roundings have 2.7 to 6.0. Experts with 8-bit inputs
+# had 1.3 on the H200, and at most 2.0 with such roundings.
+USUAL_OF_WEIGHT_ONLY_EXPERTS = 6.0
 TENFOLD = 13.0
+# A share of the mismatch before the first sync.
 LEFT = 0.2
+# A multiple of the first mismatch in noise floors.
 GROWTH = 3.0
 # Smallest noise floor in nats, for learners with nearly uniform answers.
 RESOLUTION = 1e-4
@@ -66,7 +74,7 @@ class Anchor:
     Args:
         engine: The engine's log-probs, `(T - 1,)` float32.
         learner: The learner's log-probs without noise, `(T - 1,)` float32.
-        ratio: The first mismatch of the run in noise floors, at least so large that the usual one may come back.
+        ratio: The first mismatch of the run in noise floors, at least so large that the usual one may come later.
     """
 
     engine: Tensor
@@ -96,6 +104,20 @@ def read_first(engine: Tensor, learner: LearnerLogps, before: Tensor | None, usu
         if limit >= logp_diff_before:
             limit = math.inf
     return Reading(logp_diff=logp_diff, noise_floor=noise_floor, limit=limit)
+
+
+def first_anchor(engine: Tensor, learner: LearnerLogps, first: Reading, usual: float = USUAL) -> Anchor:
+    """
+    The anchor after the first check.
+
+    Args:
+        engine: The engine's log-probs after the first sync, `(T - 1,)` float32.
+        learner: The learner's.
+        first: What the check read of them.
+        usual: As for [`read_first`]. A first mismatch may be small by chance, so later ones up to this pass as well.
+    """
+    ratio = max(usual / GROWTH, first.logp_diff / first.noise_floor)
+    return Anchor(engine, learner.plain, ratio)
 
 
 def read_later(engine: Tensor, learner: LearnerLogps, anchor: Anchor) -> Reading:

@@ -1,14 +1,17 @@
-"""
-All use of vLLM's interfaces for an engine that holds a frozen low-bit base and gets an adapter at each weight sync.
+"""An engine that holds a frozen low-bit base, and gets an adapter at each weight sync.
+
+vLLM can apply a LoRA adapter beside a quantized layer (`enable_lora`), to requests that ask for it
+(`LoRARequest`). It loads adapters from files only, and TRL's calls of `llm.generate` do not ask for one. So a sync
+writes the adapter to a folder and makes the engine load it (`lora/worker_manager.py`), and all later requests of the
+engine use it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,14 +19,13 @@ from packaging.version import Version
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..._compat import installed_version
+from ..._compat.versions import installed_version
 from .reloading import engine_model, reload_engine
 
 
 # vLLM knows the adapter by this name and this number.
 ADAPTER_NAME = "policy"
 ADAPTER_NUMBER = 1
-SHARED_MEMORY = "/dev/shm"
 
 
 def engine_rank(rank: int) -> int:
@@ -66,31 +68,9 @@ def settings_of(model: Any) -> dict[str, Any]:
     Args:
         model: A `PeftModel` on a frozen base, with weights or without.
     """
-    from ...quant.frozen import adapter_tensors  # imports peft
+    from ...quant.layers.frozen import adapter_tensors  # imports peft
 
     return lora_settings({name: tensor.shape for name, tensor in adapter_tensors(model)})
-
-
-def sample_with(llm: Any, adapter: Path) -> None:
-    """Make all requests of a `vllm.LLM` use the adapter in a folder."""
-    llm.generate = partial(llm.generate, lora_request=request_of(adapter))
-
-
-def adapter_place(model: Any) -> str | None:
-    """
-    Where to put the folder of the adapter of a `PeftModel`: in shared memory, or `None` for a folder on disk.
-
-    Shared memory must hold two bfloat16 adapters of each process of this machine; Docker gives it only 64 MB.
-    """
-    if not os.path.isdir(SHARED_MEMORY):
-        return None
-
-    factors = sum(param.numel() for name, param in model.named_parameters() if ".lora_" in name)
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = 2 * 2 * factors * processes  # bytes
-    if shutil.disk_usage(SHARED_MEMORY).free <= needed:
-        return None
-    return SHARED_MEMORY
 
 
 def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -105,12 +85,15 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     Raises:
         RuntimeError: if the engine does not take all of the adapter.
     """
-    stream = Lookahead(weights)
-    if stream.has_next and not is_factor(stream.next_name):
-        base = stream.until(is_factor)
-        reload_engine(llm, inside_wrappers(engine_model(llm), base))
+    factors: dict[str, Tensor] = {}
+    # Two parts of one stream. vLLM has read the first to its end before the second begins.
+    for are_factors, part in groupby(weights, key=is_factor):
+        if are_factors:
+            factors.update(part)
+        else:
+            reload_engine(llm, inside_wrappers(engine_model(llm), part))
 
-    save_adapter(dict(stream), folder)
+    save_adapter(factors, folder)
     load_adapter(engine_model(llm), llm.llm_engine.add_lora, folder)
 
     already_used = "generate" in vars(llm)
@@ -118,42 +101,10 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         sample_with(llm, folder)
 
 
-def is_factor(name: str) -> bool:
-    """Whether a tensor is one of the adapter's factors."""
+def is_factor(weight: tuple[str, Tensor]) -> bool:
+    """Whether a tensor, with its name, is one of the adapter's factors."""
+    name, _ = weight
     return ".lora_" in name
-
-
-class Lookahead:
-    """
-    A stream of names and tensors whose next name is known before it is read.
-
-    Args:
-        weights: Names and tensors.
-    """
-
-    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._weights = iter(weights)
-        self._next = next(self._weights, None)
-
-    @property
-    def has_next(self) -> bool:
-        """Whether anything is left."""
-        return self._next is not None
-
-    @property
-    def next_name(self) -> str:
-        """The name of what is read next; `""` if nothing is left."""
-        return "" if self._next is None else self._next[0]
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.until(lambda name: False)
-
-    def until(self, ends: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-        """Read up to the first name that `ends` the part, which stays to be read."""
-        while self._next is not None and not ends(self._next[0]):
-            current = self._next
-            self._next = next(self._weights, None)
-            yield current
 
 
 def inside_wrappers(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -224,12 +175,24 @@ def load_adapter(model: Any, add: Callable[[Any], bool], folder: Path) -> None:
         raise RuntimeError(f"vLLM took no adapter for {min(lost)}; its log may say why.")
 
 
-def request_of(folder: Path, **options: Any) -> Any:
+def sample_with(llm: Any, adapter: Path) -> None:
     """
-    The `LoRARequest` by which a request for tokens names the adapter.
+    Make all requests of a `vllm.LLM` use the adapter in a folder.
 
     Args:
-        folder: Where it is loaded from, if the engine does not have it yet.
+        llm: The engine, started by the arguments of [`lora_settings`].
+        adapter: The adapter's folder.
+    """
+    # `generate` takes the adapter as an argument, but TRL has no place to give one.
+    llm.generate = partial(llm.generate, lora_request=request_of(adapter))
+
+
+def request_of(folder: Path, **options: Any) -> Any:
+    """
+    vLLM's name for the adapter in a folder, which a request for tokens gives.
+
+    Args:
+        folder: The adapter's folder. vLLM reads it only if it does not have the adapter yet.
         options: Further arguments of `LoRARequest`.
     """
     from vllm.lora.request import LoRARequest

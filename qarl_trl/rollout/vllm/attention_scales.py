@@ -1,4 +1,9 @@
-"""Scales of KV cache, queries and attention probabilities: 1 at the start of an engine and after a reload."""
+"""The scales of KV cache, queries and attention probabilities, which must be 1.
+
+Every attention layer of vLLM has them, for checkpoints with a quantized KV cache. Ours have none, and no sync brings
+them. But vLLM's loader of random weights (`load_format="dummy"`, `model_loader/dummy_loader.py`) draws them at random
+too, and a reload leaves attention layers alone.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ from typing import Any
 import torch
 
 
-# Parameters of attention layers for checkpoints with a quantized KV cache; our syncs never have them.
+# Parameters of attention layers for such checkpoints: vLLM makes the scales from them after it loads weights, and
+# removes them.
 CACHE_SCALES = re.compile(r"(^|\.)(q|k|v|prob)_(scale|zero_point)$")
 
 
@@ -17,9 +23,8 @@ def keep_cache_scales() -> None:
     """
     Start engines with random weights, but with scales of 1 for KV cache, queries and attention probabilities.
 
-    vLLM's loader of random weights (`load_format="dummy"`) also draws these scales. A reload does not touch attention
-    layers, and FlashInfer's kernels and CUDA graphs keep the numbers of the first forward. So the scales must be right
-    before that: this replaces vLLM's loader, once, for the whole process.
+    FlashInfer's kernels and CUDA graphs keep the numbers of the first forward, so the scales must be right before
+    that: this replaces vLLM's loader, once, for the whole process.
     """
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
@@ -41,7 +46,7 @@ def reset_cache_scales(model: torch.nn.Module) -> None:
     Set the scales of KV cache, queries and attention probabilities to 1, also their copies on the host.
 
     Args:
-        model: The engine's model. Every attention layer in it has such scales.
+        model: The engine's model.
     """
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 
@@ -49,7 +54,6 @@ def reset_cache_scales(model: torch.nn.Module) -> None:
         if not hasattr(layer, "_k_scale"):
             continue
 
-        # A checkpoint would fill these; vLLM makes the scales from them after it loads weights, and removes them.
         for name, parameter in layer.named_parameters(recurse=False):
             if CACHE_SCALES.search(name):
                 parameter.fill_(1)

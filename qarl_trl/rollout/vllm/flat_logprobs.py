@@ -1,4 +1,9 @@
-"""The engine's log-probs as vLLM's flat lists, in place of an object for each token, in TRL's form."""
+"""The engine's log-probs of sampled tokens, read without an object for each token.
+
+vLLM returns a dictionary of `Logprob` objects for each token, or with `flat_logprobs` plain lists for a completion
+(`vllm/logprobs.py: FlatLogprobs`). TRL 1.16 reads both token by token, and sorts the candidates of each. Where each
+token has only its own log-prob there is nothing to sort, and the lists are what TRL needs.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The rollout engine's own linear layer, with a low-bit weight of the learner.
+"""The engine's own linear layer, with a low-bit weight of the learner (`quant_kernel="engine"`).
 
-vLLM makes it from checkpoint tensors, as when it loads a model, and chooses the kernel. So a learner with this layer
-uses the engine's kernel on any GPU and with any version of vLLM.
+vLLM makes the layer from checkpoint tensors, as when it loads a model, and chooses the kernel
+(`model_executor/layers/linear.py`, `quantization/compressed_tensors/`). So a learner with this layer uses the engine's
+kernel on any GPU and with any version of vLLM. What vLLM takes from a running engine, it gets here for one layer: the
+settings, a group of ranks, Marlin's locks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Which parameters of an engine a reload has filled: vLLM does not say, so its loaders are counted."""
+"""Which parameters of an engine a reload has filled.
+
+For a stream that lacks tensors vLLM only logs a warning, or takes the missing part of a merged layer (q, k, v; gate,
+up; all experts) for padding, and computes with old memory. It counts the elements that its loaders copy
+(`get_numel_loaded` in `model_loader/reload/meta.py`), but for each layer, and then forgets the number. So that
+function is wrapped here, and the elements of each parameter are counted.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +50,7 @@ class LoadedElements:
         self._elements: Counter[int] = Counter()
 
     def load(self, loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
-        """Run a loader with the arguments `call`, as vLLM's function does, and count."""
+        """Stands for vLLM's `get_numel_loaded`: run a loader with the arguments `call`, and count."""
         # Not earlier: at the first call vLLM has replaced the kernels' parameters by those of the checkpoint.
         if not self.places:
             self.places = _places(self._model)

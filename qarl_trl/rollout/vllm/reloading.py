@@ -1,4 +1,20 @@
-"""Every private part of vLLM that starts and weight syncs use, each with its reason."""
+"""The weight sync of a colocated engine or of a server's worker: vLLM's own reload, made complete.
+
+`GPUModelRunner.reload_weights` (`v1/worker/gpu_model_runner.py`) takes a stream of checkpoint tensors. Layer by layer
+(`model_loader/reload/layerwise.py`) it
+
+1. keeps the tensors that the kernels use, and gives the layer the empty parameters of a checkpoint again;
+2. lets the model's loaders fill them, and counts the copied elements;
+3. when a layer has all of its elements, makes the kernels' form of them, as after a first load;
+4. copies that into the tensors of step 1, whose addresses CUDA graphs keep.
+
+It does so for the parameters of most layers. What it leaves out:
+
+- biases, which keep the kernels' form in step 1: `reload_biases`;
+- what a kernel holds outside of a layer's parameters: `reload_experts` on GPUs, `reload_cpu` on CPUs;
+- scales of attention layers, which no checkpoint of ours has: `attention_scales`;
+- an error for tensors that the stream lacks: `loaded_elements`.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +27,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ..._compat import installed_version
+from ..._compat.versions import installed_version
 from .attention_scales import reset_cache_scales
 from .loaded_elements import LoadedElements, tied_names
 from .reload_biases import biases_of_checkpoint
-from .reload_cpu import complete_reload
+from .reload_cpu import refresh_cpu_kernels
 from .reload_experts import keep_expert_kernels
-
-
-def engine_model(llm: Any) -> torch.nn.Module:
-    """The model inside a colocated `vllm.LLM`."""
-    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
 
 
 def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     """
     Stream tensors of a checkpoint into a colocated engine.
-
-    vLLM restores each layer's checkpoint layout, loads, processes, and copies into the memory that its kernels already
-    use, so CUDA graphs stay valid.
 
     Args:
         llm: A colocated `vllm.LLM`.
@@ -47,10 +55,6 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 def reload_model(model: torch.nn.Module, reload: Callable[[], None], has_graphs: bool = True) -> None:
     """
     Run vLLM's reload of an engine's model, and check that every parameter was loaded completely.
-
-    It also handles what vLLM 0.31's reload leaves out: the form of biases, layouts of CPU kernels
-    (`complete_reload`), kernels of experts (`keep_expert_kernels`) and scales of attention
-    layers.
 
     Args:
         model: The engine's model.
@@ -70,7 +74,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None], has_graphs:
 
     with (
         patch.object(layerwise, "get_numel_loaded", loaded.load),
-        complete_reload(model),
+        refresh_cpu_kernels(model),
         biases_of_checkpoint(),
         keep_expert_kernels(model) if has_graphs else nullcontext(),
     ):
@@ -104,3 +108,8 @@ def reset_prefix_cache(llm: Any) -> None:
 
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("vLLM could not reset its prefix cache: requests are still running during a weight sync.")
+
+
+def engine_model(llm: Any) -> torch.nn.Module:
+    """The model inside a colocated `vllm.LLM`."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.get_model()

@@ -1,4 +1,10 @@
-"""The seeds of requests, which the ranks of one engine must draw alike."""
+"""Seeds of requests, which all ranks of one engine must draw alike.
+
+With tensor parallelism each rank samples for itself, and a different token in one of them is a different text from
+there on. vLLM's model runner V2, which GPUs use, takes the seed of a request from numpy's global generator
+(`v1/worker/gpu/sample/states.py: SamplingStates.add_request`). In a colocated engine that generator is the trainer's:
+a reward function that draws a number in one process would shift it there.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +20,6 @@ import torch
 def same_draws(group: Any) -> Iterator[None]:
     """
     Make numpy's global generator draw the same numbers in all processes of a group; restore it afterwards.
-
-    vLLM's model runner V2, which GPUs use, takes the seeds of requests from it (`SamplingStates.add_request`). Each
-    rank of an engine samples for itself: if a reward function drew a number in one of them, their tokens would differ.
 
     Args:
         group: A torch process group, all of whose processes enter this context.

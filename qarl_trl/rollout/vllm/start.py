@@ -1,4 +1,8 @@
-"""How an engine starts: arguments that TRL does not give, and settings that vLLM takes from the environment."""
+"""What an engine needs at its start and TRL cannot be told.
+
+TRL 1.16 builds a colocated engine by `LLM(...)` in `VLLMGeneration._init_vllm`, from arguments of its own. Two more
+settings vLLM takes from the environment alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from trl.generation import vllm_generation
 
 
 # vLLM's switch that rounds scales of float8 blocks to powers of two. It is on if DeepGEMM is installed
-# (`vllm.utils.deep_gemm`).
+# (`vllm/utils/deep_gemm.py`).
 BLOCK_SCALES = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
@@ -28,8 +32,22 @@ def choose_master_port() -> None:
     os.environ.setdefault("MASTER_PORT", str(get_open_port()))
 
 
+def keep_learner_eager() -> None:
+    """
+    Let the learner run its model as it is, where the engine runs the same class of transformers.
+
+    For families without a class of its own (OLMo-2, StarCoder2, SmolLM3) vLLM prepares transformers' class for its
+    compiler, in place. That class then asks each of its models whether to compile it, and the learner's, which is
+    older than the engine, has no answer. A model that is loaded later in this process still fails.
+    """
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    # The base class that vLLM adds. An engine's own model has its own answer.
+    TorchCompileWithNoGuardsWrapper.do_not_compile = True
+
+
 @contextmanager
-def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -> Iterator[None]:
+def llm_arguments(built: Callable[[Any], None], /, **extra: Any) -> Iterator[None]:
     """
     Add keyword arguments to the `vllm.LLM(...)` that TRL builds inside this context.
 
@@ -37,13 +55,11 @@ def llm_arguments(built: Callable[[Any], None] | None = None, /, **extra: Any) -
         built: Is called with the engine before TRL uses it.
         extra: The arguments. They replace TRL's of the same names.
     """
-    # TRL builds the engine from arguments of its own, and has no place for others.
     original = vllm_generation.LLM
 
     def build(**kwargs: Any) -> Any:
         llm = original(**kwargs | extra)
-        if built is not None:
-            built(llm)
+        built(llm)
         return llm
 
     with patch.object(vllm_generation, "LLM", build):

@@ -81,7 +81,7 @@ def judge_mismatch(mismatch: Mismatch, args: QaRLConfig) -> CheckResult:
 
 def advise_on_qarl(rollout_only: float, quantize_learner: bool) -> CheckResult:
     """
-    The advice of docs/do_i_need_qarl.md, from the table that the page shows.
+    The advice of docs/which_learner.md, from the table that the page shows.
 
     Args:
         rollout_only: The mismatch between a low-bit engine and a bf16 learner, nats per token.
@@ -90,14 +90,14 @@ def advise_on_qarl(rollout_only: float, quantize_learner: bool) -> CheckResult:
     rows = _rule()
     # The thresholds rise, so the last row that the mismatch reaches holds.
     reached = [row["advice"] for row in rows if rollout_only >= row["from"]]
-    text = f"at {rollout_only:.2g} nats per token: {reached[-1]} (docs/do_i_need_qarl.md)"
+    text = f"at {rollout_only:.2g} nats per token: {reached[-1]} (docs/which_learner.md)"
     status = OK if quantize_learner else status_of(rollout_only)
-    return CheckResult(status, "do I need QaRL?", text)
+    return CheckResult(status, "which learner?", text)
 
 
 def status_of(mismatch: float) -> str:
     """
-    `WARN` for a mismatch that reaches the last threshold of docs/do_i_need_qarl.md, whose arms went apart, else `OK`.
+    `WARN` for a mismatch that reaches the last threshold of docs/which_learner.md, whose arms went apart, else `OK`.
 
     Args:
         mismatch: Between the engine and the learner of a run, nats per token.

@@ -16,7 +16,7 @@ from ...cpu_exact.arithmetic import choose_arithmetic
 from ...export import save_low_bit
 from ...processes import in_fresh_process
 from ...quant import apply_quantization, remove_quantization
-from ...quant.experts import num_experts
+from ...quant.layers.experts import num_experts
 from ...quant.scheme import support_of
 from ..evaluate.sample import generate, start_engine
 from . import OK, SKIPPED, CheckResult

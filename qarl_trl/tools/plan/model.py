@@ -1,4 +1,4 @@
-"""A model without weights, prepared as the trainer prepares the real one, and what a plan counts of its parameters."""
+"""A model without weights, prepared as the trainer prepares the real one, and the [`Parameter`]s that are counted."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
-from ...quant.convert import quantized_modules
-from ...quant.experts import PROJECTIONS, QuantExperts
-from ...quant.gathers import gathers_quantized
-from ...quant.layer import LowBitLayer
+from ...quant.layers.experts import PROJECTIONS, QuantExperts
+from ...quant.layers.layer import LowBitLayer, quantized_modules
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
+from ...quant.sharding.gathers import can_gather_quantized
 from .run import Parameter
 
 
@@ -29,7 +28,7 @@ from .run import Parameter
 BUNDLED = json.loads(Path(__file__).with_name("models.json").read_text())
 VARIANT = re.compile(r"-(Base|Instruct|Math|2507)(?=-|$)")
 
-_skeletons: dict[str, nn.Module] = {}
+_models: dict[str, nn.Module] = {}
 
 
 def read_config(name: str) -> PretrainedConfig:
@@ -62,26 +61,28 @@ def read_config(name: str) -> PretrainedConfig:
     return config
 
 
-def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, plan: Any = None) -> nn.Module:
+def model_without_weights(
+    config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, quantization: Any = None
+) -> nn.Module:
     """
     A model without weights, with an adapter and low-bit layers. It is cached: do not change it.
 
-    `validate.skeleton` is another function. It takes no dtype, on which bytes depend, and builds the class that the
-    config names: with it, vision models would be planned by formulas that do not know their layers.
+    Not `validate.skeleton`, which takes no dtype, on which bytes depend, and builds the class that the config names:
+    with it, vision models would be estimated by formulas that do not know their layers.
 
     Args:
         config: The model's config.
         dtype: Of the master weights, as transformers takes it.
         adapter: The adapter's `peft.PeftConfig`, if any.
-        plan: What to quantize, as `apply_quantization` takes it, or `None`.
+        quantization: What to quantize and how, as `apply_quantization` takes it, or `None`.
 
     Returns:
         The model on the meta device.
     """
-    # The search for options plans the same model dozens of times, and a large one takes seconds.
-    key = repr((config.to_dict(), dtype, adapter, plan))
-    if key in _skeletons:
-        return _skeletons[key]
+    # The search for levers asks for the same model dozens of times, and a large one takes seconds.
+    key = repr((config.to_dict(), dtype, adapter, quantization))
+    if key in _models:
+        return _models[key]
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -89,10 +90,10 @@ def skeleton(config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = 
         from peft import get_peft_model
 
         model = get_peft_model(model, adapter)
-    if plan is not None:
-        model = apply_quantization(model, plan)
+    if quantization is not None:
+        model = apply_quantization(model, quantization)
 
-    _skeletons[key] = model
+    _models[key] = model
     return model
 
 
@@ -115,7 +116,7 @@ def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = Fals
     low_bits = _low_bits(model, ranks)
     layers = [f"{name}." for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
-    planned = []
+    counted = []
     for name, param in model.named_parameters():
         low_bit = low_bits.get(id(param), {})
 
@@ -128,8 +129,8 @@ def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = Fals
             optimizer = optimizers.get(name, other_optimizer)
 
         layer = _layer_of(name, layers)
-        planned.append(Parameter(name, tuple(param.shape), size, layer, optimizer, **low_bit))
-    return tuple(planned)
+        counted.append(Parameter(name, tuple(param.shape), size, layer, optimizer, **low_bit))
+    return tuple(counted)
 
 
 def _trained_by_muon(model: nn.Module) -> dict[str, str]:
@@ -170,9 +171,9 @@ def _low_bit(module: LowBitLayer, name: str, weight: Tensor, ranks: int, sizes: 
     *all_but_last, columns = weight.shape
     rows = math.prod(all_but_last)
 
-    # `gather_quantized` replaces only float32 master weights, and only if each process has whole rows of its own.
+    # `make_master_shards` replaces only float32 master weights, and only if each process has whole rows of its own.
     can_gather = name in module.gatherable and weight.dtype == torch.float32
-    gathered = can_gather and gathers_quantized(weight.shape, ranks, module.scheme)
+    gathered = can_gather and can_gather_quantized(weight.shape, ranks, module.scheme)
     local_rows = rows
     if gathered:  # each process keeps the quantized values of its own rows only
         local_rows = rows // ranks

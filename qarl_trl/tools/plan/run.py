@@ -1,4 +1,4 @@
-"""A run in numbers: all that the formulas of the plan read. Only the standard library, so that `--help` is instant."""
+"""A run in numbers: all that the formulas read. Only the standard library, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 
 GIB = 2**30
+
+BFLOAT16 = 2  # bytes
+FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,22 @@ class Parameter:
     def in_adapter(self) -> bool:
         """Whether it is a factor of a LoRA adapter."""
         return "lora_" in self.name
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """
+    The GPUs that a run is meant for.
+
+    Attributes:
+        gpus: Their number. Each has one process of the learner.
+        memory: GiB of each.
+        sharding: How several hold the learner: `"fsdp2"` or `"ddp"`. `None` means `"fsdp2"`.
+    """
+
+    gpus: int
+    memory: float
+    sharding: str | None = None
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from quant.schemes import NVFP4, low_bit_of, normal, relative_error, same_bytes
 
-from qarl_trl.quant.activations import quantize_tokens_int8
-from qarl_trl.quant.gemm import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm, dequantize
+from qarl_trl.quant.gemms.activations import quantize_tokens_int8
+from qarl_trl.quant.gemms.gemm import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm
+from qarl_trl.quant.quantize import dequantize
 from qarl_trl.rollout.engine_gemm import EngineGemm
 from qarl_trl.rollout.vllm import linear_layer, start
 

@@ -2,10 +2,8 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from slow.isolated import isolated_group
 from torch import nn
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
@@ -14,7 +12,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from qarl_trl.rollout.vllm import reloading, sampling
+from qarl_trl.rollout.vllm import reloading
 
 
 # vLLM's own reload of a model of three layers; whole engines are in tests/slow ----------------------------------
@@ -125,42 +123,3 @@ def test_the_caches_of_keys_and_of_image_features_are_cleared():
 def test_a_prefix_cache_that_stays_is_an_error():
     with pytest.raises(RuntimeError, match="requests are still running"):
         reloading.reset_prefix_cache(Engine(resets=False))
-
-
-# The seeds of requests ------------------------------------------------------------------------------------------
-
-
-def _draws():
-    """
-    What numpy's generator gives inside of two contexts, and its position after a third one that fails.
-
-    Before them, a reward function has drawn from it in the second process.
-    """
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
-    np.random.seed(0)
-    np.random.random(rank)
-
-    drawn = []
-    for _ in range(2):
-        with sampling.same_draws(torch.distributed.group.WORLD):
-            drawn.append(np.random.randint(2**60, size=3).tolist())
-
-    with pytest.raises(KeyError), sampling.same_draws(torch.distributed.group.WORLD):
-        np.random.random(rank)
-        raise KeyError
-
-    position = np.random.get_state()[2]
-    return drawn, position
-
-
-@pytest.mark.slow
-def test_ranks_of_an_engine_draw_the_same_seeds_and_keep_their_own_generator():
-    """vLLM's model runner V2 takes the seeds of requests from it."""
-    (first, first_position), (second, second_position) = isolated_group(_draws, 2)
-
-    assert first == second
-    # The next batch has other seeds.
-    assert first[0] != first[1]
-    # Control: the second process has drawn once more.
-    assert second_position > first_position

@@ -1,0 +1,246 @@
+"""Which layers of a model a plan quantizes, and what is refused before any of them changes.
+
+Patterns match as in compressed-tensors, by the names of a checkpoint. Experts match by the linear layers that a
+checkpoint has in their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.utils import match_targets
+from torch import nn
+
+from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_known_layout, layer_names, layout_of
+from .layers.layer import quantized_modules
+from .names import base_model, checkpoint_modules
+from .scheme import effective_group_size, has_global_scale, scheme_for, support_of
+from .sharding.shards import shape_of
+
+
+@dataclass(frozen=True)
+class Matched:
+    """
+    A module to quantize.
+
+    Attributes:
+        name: Its name in a checkpoint.
+        module: A linear layer, peft's layer around one, or a module of experts.
+        base: Owns the parameters: the layer under the adapter, if there is one.
+        scheme: How its weights are quantized.
+        weights: For each parameter the names of its linear layers in a checkpoint.
+    """
+
+    name: str
+    module: nn.Module
+    base: nn.Module
+    scheme: QuantizationScheme
+    weights: dict[str, list[str]]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the module is one of experts: only these have several weights."""
+        return len(self.weights) > 1
+
+
+# Which layers -------------------------------------------------------------------------------------------------------
+
+
+def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
+    """
+    The modules that `plan` quantizes, in module order; every group must match one.
+
+    Ignores containers, norms and activations that a wide pattern matches.
+    """
+    experts = dict(expert_modules(model))
+    matched = []
+    for name, module in checkpoint_modules(model):
+        base = getattr(module, "base_layer", module)
+        # Shapes by `shape_of`, because a parameter that ZeRO-3 holds is an empty vector.
+        if not any(len(shape_of(param)) >= 2 for param in base.parameters(recurse=False)):
+            continue
+
+        if name in experts:
+            weights = _expert_layers(name, module)
+            scheme = _scheme_of_experts(name, module, weights, plan)
+        else:
+            weights = {"weight": [name]}
+            scheme = scheme_for(name, base, plan)
+        if scheme is not None:
+            matched.append(Matched(name, module, base, scheme, weights))
+
+    groups = list(plan.config_groups.values())
+    used = [layer.scheme for layer in matched]
+    empty = [group.targets for group in groups if not any(group is scheme for scheme in used)]
+    if empty or not groups:
+        raise ValueError(
+            f"targets={empty} must match a layer that is not in ignore={plan.ignore}, got none. "
+            f"The model has matrices in {_classes_with_matrices(model)}; only Linear can be quantized."
+        )
+    return matched
+
+
+def _classes_with_matrices(model: nn.Module) -> str:
+    """The classes of modules with matrices, such as "48 x Conv1D" (GPT-2) or "28 x Linear", and how many there are."""
+    classes: Counter[str] = Counter()
+    for module in model.modules():
+        if any(len(shape_of(param)) >= 2 for param in module.parameters(recurse=False)):
+            classes[type(module).__name__] += 1
+    return ", ".join(f"{number} x {name}" for name, number in classes.most_common())
+
+
+def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
+    """
+    For each parameter of a module of experts the names of its linear layers in a checkpoint; `ValueError` for another
+    layout.
+    """
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    if not has_known_layout(module) or parameters != [*PROJECTIONS]:
+        raise ValueError(
+            f"The experts {name!r} ({type(module).__name__}) must have "
+            f"the parameters {[*PROJECTIONS]} and {EXPERTS_LAYOUT}, "
+            f"got {parameters} and {layout_of(module)}. Such a model needs quant_scheme='none'; quant_ignore does not "
+            "help, because an engine could not be told how its experts are stored."
+        )
+    return {parameter: layer_names(name, module, parameter) for parameter in PROJECTIONS}
+
+
+def _scheme_of_experts(
+    name: str, module: nn.Module, weights: dict[str, list[str]], plan: QuantizationConfig
+) -> QuantizationScheme | None:
+    """
+    The scheme of a module of experts. Patterns match the linear layers that a checkpoint has instead of it.
+
+    llm-compressor matches them too; in addition, an ignore pattern for the module or its class means all of it.
+    """
+    if match_targets(name, module, plan.ignore or []):
+        return None
+
+    # A checkpoint has these layers, the model does not. This one stands for them where a target names a class.
+    linear = nn.Linear(1, 1, device="meta")
+    schemes = {}
+    for layers in weights.values():
+        for layer in layers:
+            schemes[layer] = scheme_for(layer, linear, plan)
+
+    scheme = schemes[weights["down_proj"][0]]
+    others = [layer for layer, other in schemes.items() if other is not scheme]
+    if others:
+        raise ValueError(
+            f"All {len(schemes)} expert layers of {name!r} must have one scheme, "
+            f"because an engine runs them in one kernel, but {others[0]!r} has another. "
+            "Quantize them all alike, or ignore all of them with 're:.*experts.*'."
+        )
+    return scheme
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse (`ValueError`) a model that is quantized already, or whose LoRA layers have no PeftModel."""
+    if any(quantized_modules(model)):
+        raise ValueError("The model is quantized already. Call `remove_quantization(model)` first.")
+
+    foreign = getattr(getattr(model, "config", None), "quantization_config", None)
+    if foreign is not None:
+        raise ValueError(
+            f"The model is quantized already (quantization_config={foreign}), so it has no master weights. "
+            "Start from the unquantized checkpoint, "
+            "or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
+        )
+
+    if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
+        raise ValueError("LoRA layers without a PeftModel: a sync would miss them. Use peft.get_peft_model.")
+
+
+def check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:
+    """Refuse (`ValueError`) layers that cannot be quantized, and adapters that cannot be merged."""
+    if is_peft_model(model):
+        from .layers.lora import check_adapters, check_lora_config  # imports peft, which is optional
+
+        for config in model.peft_config.values():
+            check_lora_config(config)
+        check_adapters(base_model(model), {layer.name: layer.module for layer in layers})
+
+    # With duplicates: a tied parameter counts once for each module that holds it.
+    owners = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+    for layer in layers:
+        _check_layer(layer, owners, frozen, layers)
+
+
+def _fitting_groups(layers: list[Matched], scheme: QuantizationScheme) -> list[int]:
+    """The group sizes that divide the inputs of all layers with a scheme; none for a scheme without groups."""
+    inputs = []
+    for layer in layers:
+        if layer.scheme is scheme:
+            inputs += [shape_of(getattr(layer.base, parameter))[-1] for parameter in layer.weights]
+
+    common = math.gcd(*inputs)
+    return [size for size in support_of(scheme).group_sizes if size > 0 and common % size == 0]
+
+
+def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: list[Matched]) -> None:
+    """
+    Refuse (`ValueError`) other layers than linear ones and experts, and what does not go with them.
+
+    Args:
+        layer: The layer.
+        owners: Number of modules that hold a parameter, by the parameter's `id`.
+        frozen: Whether the layer drops its weight.
+        layers: All layers, to say which group sizes fit them.
+    """
+    # A subclass may have another forward, which the new class would silently drop.
+    if not layer.has_experts and type(layer.base) is not nn.Linear:
+        raise ValueError(f"{layer.name!r} must be nn.Linear or in quant_ignore, got {type(layer.base)}.")
+
+    for parameter, names in layer.weights.items():
+        weight = getattr(layer.base, parameter)
+        # A checkpoint stores a tied one once, either quantized or as an embedding.
+        if owners[id(weight)] > 1:
+            raise ValueError(f"Layer {layer.name!r} has a weight tied to another. Add it to `quant_ignore`.")
+        _check_sizes(names, weight, layer.scheme, layers)
+
+    if frozen and layer.has_experts:
+        raise ValueError(f"lora_base='frozen' needs linear layers, got the experts {layer.name!r}. Use 'merged'.")
+
+    is_plain = type(layer.module) is nn.Linear
+    if has_global_scale(layer.scheme) and (frozen or not is_plain):
+        raise ValueError(f"NVFP4A16 of {layer.name!r} does not go with LoRA or experts. Choose another scheme.")
+
+
+def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme, layers: list[Matched]) -> None:
+    """
+    Refuse (`ValueError`) sizes that groups or blocks do not divide.
+
+    Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
+    """
+    height, width = scheme.weights.block_structure or (1, effective_group_size(scheme) or 1)
+    *stack, columns = shape_of(weight)
+    rows = math.prod(stack) // len(names)
+    if rows % height or columns % width:
+        raise ValueError(
+            f"Layer {names[0]!r} has out_features={rows} and in_features={columns}, "
+            f"which groups of {height} x {width} weights do not divide. "
+            f"{_advice_on_groups(_fitting_groups(layers, scheme))}, add the layer to `quant_ignore`, "
+            "or choose another scheme."
+        )
+
+
+def _advice_on_groups(groups: list[int]) -> str:
+    """What to set `quant_group_size` to."""
+    if not groups:
+        return "Set `quant_group_size` to -1 (one scale per channel)"
+    fitting = " or ".join(map(str, sorted(groups, reverse=True)))
+    return f"Set `quant_group_size` to {fitting}, which fit all layers, or to -1 (one scale per channel)"
+
+
+def check_shardable(plan: QuantizationConfig) -> None:
+    """Refuse (`ValueError`) a `plan` with layers that cannot be sharded."""
+    if any(has_global_scale(scheme) for scheme in plan.config_groups.values()):
+        raise ValueError("NVFP4A16's global scale needs whole q, k, v. FSDP and ZeRO-3 shard them: use DDP, or W4A16.")

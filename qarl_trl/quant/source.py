@@ -1,0 +1,240 @@
+"""A compressed-tensors checkpoint on disk: its plan, its low-bit tensors as stored, and its weights decompressed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from .quantize import LowBitWeight, compressor_of, meta_tensors, quantize_weight
+from .scheme import scheme_for
+
+
+# Arguments that both `from_pretrained` and `snapshot_download` take.
+_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """
+    The file of each tensor, as an index of several files says.
+
+    Args:
+        index: A `model.safetensors.index.json`.
+
+    Raises:
+        ValueError: if it is none, or names a file of another folder.
+    """
+    try:
+        content = json.loads(index.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{index} cannot be read: {error}") from error
+
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(_is_file_name(name) for name in files.values()):
+        raise ValueError(f"{index} must have weight_map, with the name of a file beside it for each tensor")
+    return files
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether a value is the name of a file, without a folder."""
+    return isinstance(name, str) and Path(name).name == name
+
+
+@dataclass(frozen=True)
+class QuantizedSource:
+    """
+    A compressed-tensors checkpoint on disk.
+
+    Attributes:
+        name: Its name as the user wrote it.
+        folder: Where its files are.
+        config: What its `config.json` says of the quantization.
+    """
+
+    name: str
+    folder: Path
+    config: QuantizationConfig
+
+    @cached_property
+    def files(self) -> dict[str, Any]:
+        """The names of all tensors, each with the open file that holds it."""
+        files: dict[str, Any] = {}
+        for path in self._paths():
+            try:
+                file = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise self.broken(f"{path.name} cannot be read ({error})") from error
+            files |= dict.fromkeys(file.keys(), file)
+        return files
+
+    def _paths(self) -> list[Path]:
+        """
+        The files that hold the weights: those of the index, or one. Others in the folder are backups, or of another
+        model.
+        """
+        index = self.folder / "model.safetensors.index.json"
+        one = self.folder / "model.safetensors"
+        if not index.exists():
+            return [one]
+        if one.exists():
+            raise self.broken("it has model.safetensors beside an index of several files, which may be of two models")
+
+        try:
+            names = set(weight_map(index).values())
+        except ValueError as error:
+            raise self.broken(f"{index.name} cannot be used ({error})") from error
+        return [self.folder / name for name in sorted(names)]
+
+    @cached_property
+    def layers(self) -> dict[str, QuantizationScheme]:
+        """The layers stored in low bits, with their schemes."""
+        low_bit = set()
+        for name in self.files:
+            layer, _, local = name.rpartition(".")
+            if local in ("weight_packed", "weight_scale"):
+                low_bit.add(layer)
+
+        # Only linear layers are stored in low bits, and targets may name the class.
+        linear = nn.Linear(1, 1, device="meta")
+        schemes = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
+        if not all(schemes.values()):
+            raise self.broken("it has layers in low bits, or without weights, that quantization_config does not have")
+        return schemes
+
+    def plan(self) -> QuantizationConfig:
+        """
+        `config` for the learner, which rounds to nearest, whatever method found the checkpoint's quantized values.
+        """
+        plan = self.config.model_copy(deep=True)
+        # Both say how somebody found the quantized values; `resolve_config` refuses other ways than the learner's.
+        for group in plan.config_groups.values():
+            group.weights.actorder = None
+            group.weights.observer = None
+        return plan
+
+    def dense(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """
+        The tensors of the unquantized model, in the stored dtype: low bits are decompressed.
+
+        Args:
+            without: Layers whose weights are left out; their biases are not.
+        """
+        for layer in self.layers.keys() - without:
+            yield f"{layer}.weight", self._decompressed(layer)["weight"]
+
+        # Of a layer in low bits only the bias is left: its other tensors became the weight, or are not wanted.
+        not_plain = {*self.layers, *without}
+        for name in self.files:
+            layer, _, local = name.rpartition(".")
+            if layer not in not_plain or local == "bias":
+                yield name, self._read(name)
+
+    def low_bit_weight(self, layer: str, empty: LowBitWeight) -> LowBitWeight:
+        """
+        A layer's low-bit tensors as stored. In an unquantized checkpoint, the layer's weight is quantized.
+
+        Args:
+            layer: Its name.
+            empty: The weight on the meta device, with the scheme and the names of the tensors.
+        """
+        if not self.layers:
+            return quantize_weight(self._read(f"{layer}.weight"), empty.scheme)
+
+        data = {local: self._read(f"{layer}.{local}") for local in empty.data}
+        return LowBitWeight(data, empty.scheme)
+
+    def check_stored(self, layer: str, empty: LowBitWeight) -> None:
+        """
+        Refuse (`ValueError`) a layer whose stored tensors differ from `empty` in dtype or shape, or have a group
+        order.
+        """
+        if not self.layers:
+            return
+
+        stored = {}
+        for local in empty.data:
+            # The slice knows its shape from the file's header, and `[:0]` reads no values.
+            tensor = self._file(f"{layer}.{local}").get_slice(f"{layer}.{local}")
+            stored[local] = (tensor[:0].dtype, *tensor.get_shape())
+        needed = {local: (tensor.dtype, *tensor.shape) for local, tensor in empty.data.items()}
+
+        if stored != needed or f"{layer}.weight_g_idx" in self.files:
+            raise ValueError(
+                f"lora_base='frozen' needs {layer!r} in {self.name} stored as {needed}, "
+                f"got {stored}, or actorder: group. "
+                "Use 'merged', or quantize it again (dtype bfloat16, actorder: static)."
+            )
+
+    def _decompressed(self, layer: str) -> dict[str, Tensor]:
+        """The tensors of a layer as compressed-tensors decompresses them, among them `weight`."""
+        scheme = self.layers[layer]
+        compressor = compressor_of(scheme)
+        stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
+
+        if "weight_shape" in stored:
+            shape = tuple(stored["weight_shape"].tolist())
+        else:
+            shape = LowBitWeight(stored, scheme).shape
+        # Decompression would silently broadcast some wrong shapes.
+        for local, needed in meta_tensors(scheme, *shape).items():
+            if local in stored and stored[local].shape != needed.shape:
+                raise self.broken(
+                    f"{layer}.{local} must have shape {tuple(needed.shape)}, got {tuple(stored[local].shape)}"
+                )
+        return compressor.decompress(stored, scheme)
+
+    def _read(self, name: str) -> Tensor:
+        return self._file(name).get_tensor(name)
+
+    def _file(self, name: str) -> Any:
+        if name not in self.files:
+            raise self.broken(f"{name} is missing")
+        return self.files[name]
+
+    def broken(self, what: str) -> ValueError:
+        """The error to raise for a checkpoint in which something is wrong."""
+        return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
+
+
+def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> QuantizedSource | None:
+    """
+    The checkpoint `name` if it is quantized, otherwise `None`. Reads only `config.json` (from the Hub: downloads all
+    files).
+
+    Args:
+        name: A folder or a Hub id.
+        plan: With a plan this also returns an unquantized checkpoint.
+        kwargs: Those of `from_pretrained`.
+
+    Raises:
+        ValueError: if it is quantized by another method, or has a transform_config.
+    """
+    quantization = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict):
+        quantization = quantization.to_dict()
+
+    if quantization.get("quant_method") != "compressed-tensors" or quantization.get("transform_config"):
+        raise ValueError(
+            f"{name} must be quantized by compressed-tensors without a transform_config "
+            f"(rotations that only the engine would apply), got quantization_config={quantization}. "
+            "Start from the unquantized model, or see examples/llmcompressor."
+        )
+
+    folder = Path(name)
+    subfolder = kwargs.get("subfolder") or ""
+    if not folder.is_dir():
+        hub_arguments = {key: value for key, value in kwargs.items() if key in _HUB_ARGUMENTS}
+        patterns = [str(Path(subfolder, kind)) for kind in ("*.safetensors", "*.json")]
+        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_arguments))
+    return QuantizedSource(name, folder / subfolder, QuantizationConfig.model_validate(quantization))

@@ -1,0 +1,181 @@
+"""`PackedMixin`: GRPO's log-probs in passes without padding, which the micro-batches of an update share."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._compat.rollout_batch import is_text, shuffled_in
+from .._compat.training_loop import accumulating
+from ..learner.groups import MicroBatchGroups, scored_arguments
+from ..learner.logps import PackedPasses, TrlResult
+from ..learner.packing import row_order
+
+
+class PackedMixin:
+    """
+    The part of a [`~qarl_trl.QaRLTrainer`] that skips padding (`max_tokens_per_pass`). It overrides methods of TRL's
+    `GRPOTrainer`, above a [`~qarl_trl.trainers.LowBitMixin`].
+
+    What runs together is the same for `old` and for the loss, or kernels would round the two differently, and the
+    first ratio would not be 1: the rows of a micro-batch, and the micro-batches of a pass.
+
+    Attributes:
+        _passes: Runs the passes; `None` for TRL's padded ones.
+        _groups: Which micro-batches of an update share a pass; `None` if each has its own.
+        _shared_forward: For the next loss of TRL: the result of a pass that ran before it, because the micro-batch
+            shared it. TRL's `_compute_loss` makes its forward itself, and takes no result of another.
+    """
+
+    _passes: PackedPasses | None = None
+    _groups: MicroBatchGroups | None = None
+    _shared_forward: TrlResult | None = None
+
+    def _choose_passes(self) -> None:
+        """Choose between padded and packed passes, by the settings; at the end of the constructor."""
+        if self.args.max_tokens_per_pass is None:
+            return
+
+        self._passes = PackedPasses(
+            self.args.max_tokens_per_pass,
+            autocast=self.accelerator.autocast,
+            gather=self.accelerator.gather,
+            # Without keep_torch_compile=False accelerate would change DDP's compiled wrapper, which then synchronizes
+            # every micro-batch.
+            unwrap=partial(self.accelerator.unwrap_model, keep_torch_compile=False),
+        )
+        # The balancing loss of a pass is no mean over its micro-batches, and DeepSpeed counts backwards.
+        if not (self.aux_loss_enabled or self.is_deepspeed_enabled):
+            self._groups = MicroBatchGroups(self._passes.merge)
+
+    # Log-probs -------------------------------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> TrlResult:
+        """
+        TRL's method, in passes without padding where the model's rows can be packed.
+
+        Args:
+            model: The model as the Trainer calls it.
+            input_ids: Prompts and completions, int64 `(B, L)`.
+            attention_mask: 1 for tokens, 0 for padding, `(B, L)`.
+            logits_to_keep: T, the number of completion columns.
+            batch_size: Rows of a micro-batch; `None`: all of them.
+            compute_entropy: Whether to return entropies.
+            compute_aux_loss: Whether to return the balancing loss of a mixture.
+            images: TRL's other arguments: images, token types.
+
+        Returns:
+            Log-probs `(B, T)`, entropies `(B, T)` or `None`, balancing loss or `None`.
+        """
+        if self._shared_forward is not None:
+            result = self._shared_forward
+            self._shared_forward = None
+            return result
+
+        text = {
+            "model": model,
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "logits_to_keep": logits_to_keep,
+            "batch_size": batch_size,
+            "compute_entropy": compute_entropy,
+            "compute_aux_loss": compute_aux_loss,
+        }
+        if self._passes is not None and is_text(images) and self._passes.packs(model):
+            return self._run_passes(self._passes, text)
+        return super()._get_per_token_logps_and_entropies(**text, **images)
+
+    def _run_passes(self, passes: PackedPasses, text: dict[str, Any]) -> TrlResult:
+        """The result of TRL's method by packed passes, from its arguments."""
+        # Only the passes of a rollout batch must be those of its loss, and only a rollout batch has a `batch_size`.
+        if self._mode != "train" or text["batch_size"] is None:
+            return passes.run(text)
+
+        updates = None if self._groups is None else self._updates_of_rollout()
+        return passes.run(text, self._row_order(len(text["input_ids"])), updates)
+
+    # Micro-batches ---------------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """TRL's method, with micro-batches in the order of rows in which `old` was computed."""
+        if self._passes is None:
+            return super()._prepare_inputs(generation_batch)
+        with shuffled_in(self._row_order):
+            inputs = super()._prepare_inputs(generation_batch)
+
+        if self._groups is not None and self._mode == "train":
+            self._groups.choose(self._buffered_inputs, self._updates_of_rollout())
+        return inputs
+
+    def _row_order(self, rows: int) -> Tensor:
+        """The rows of the current rollout batch in the order of its micro-batches, int64 `(rows,)`."""
+        return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
+
+    def _updates_of_rollout(self) -> list[int]:
+        """For each micro-batch of the current rollout batch the number of its update."""
+        micro_batches = self.args.steps_per_generation
+        start = self._step - self._step % micro_batches
+        return [step // self.args.gradient_accumulation_steps for step in range(start, start + micro_batches)]
+
+    # Loss ------------------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """
+        TRL's method for the losses of a group of micro-batches that share a pass, when the last one comes; zero
+        before.
+
+        Args:
+            model: The model as the Trainer calls it.
+            inputs: The micro-batch.
+            args: TRL's other arguments.
+            kwargs: TRL's other arguments.
+
+        Returns:
+            The loss, a scalar: the sum of the losses of the group.
+        """
+        if self._groups is None or self._mode != "train" or not self._runs_packed(model, inputs):
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        place = self._step % self.args.steps_per_generation
+        together = self._groups.take(inputs, place, ends_update=self.accelerator.sync_gradients)
+        if not together:
+            # The Trainer calls `backward` on it.
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        if len(together) == 1:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(model, **scored_arguments(together))
+        rows = [len(micro_batch["prompt_ids"]) for micro_batch in together]
+        forwards = zip(logps.split(rows), entropies.split(rows), strict=True)
+
+        losses = []
+        for micro_batch, (of_logps, of_entropies) in zip(together, forwards, strict=True):
+            self._shared_forward = (of_logps, of_entropies, None)
+            # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
+            ends_update = self.accelerator.sync_gradients and micro_batch is inputs
+            with accumulating(self.accelerator, ends_update):
+                losses.append(super().compute_loss(model, micro_batch, *args, **kwargs))
+            if self._shared_forward is not None:
+                raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")
+        return torch.stack(losses).sum()
+
+    def _runs_packed(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether TRL's loss of a micro-batch runs in packed passes."""
+        # A micro-batch also has columns that are no arguments of the method, such as its advantages.
+        arguments = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
+        has_only_text = is_text({name: inputs.get(name) for name in arguments})
+        return has_only_text and self._passes is not None and self._passes.packs(model)

@@ -1,0 +1,135 @@
+"""`qarl_trl.quant.match`: which layers a plan quantizes, and what is refused before anything changes."""
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from qarl_trl.quant import apply_quantization, remove_quantization
+from quant.toy_layers import LINEARS, names_of
+
+
+def linears_with(*parts):
+    """The names of `LINEARS` that contain one of `parts`."""
+    return [name for name in LINEARS if any(part in name for part in parts)]
+
+
+# Which layers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "ignore", "expected"),
+    [
+        (["Linear"], [], [*LINEARS, "lm_head"]),
+        (["Linear"], ["lm_head", r"re:.*down_proj$"], linears_with("self_attn", "gate_proj", "up_proj")),
+        ([r"re:.*mlp\.(gate|up)_proj$"], ["lm_head"], linears_with("gate_proj", "up_proj")),
+        (["model.layers.1.self_attn.q_proj"], [], ["model.layers.1.self_attn.q_proj"]),
+    ],
+)
+def test_targets_and_ignore_choose_the_layers(tiny_model, targets, ignore, expected):
+    assert names_of(apply_quantization(tiny_model(), "W4A16", targets, ignore)) == expected
+
+
+def model_with_routers():
+    """One linear layer, three routers of a mixture, and a head."""
+    mlp = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("gate", "shared_expert_gate", "up_proj")})
+    layer = nn.ModuleDict({"mlp": mlp, "router": nn.Linear(128, 128)})
+    return nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(128, 128)})
+
+
+def test_by_default_the_head_and_routers_stay_in_high_precision():
+    assert names_of(apply_quantization(model_with_routers(), "W4A16")) == ["layer.mlp.up_proj"]
+
+    # Control: a list of one's own takes the place of the default.
+    assert len(names_of(apply_quantization(model_with_routers(), "W4A16", ignore=["lm_head"]))) == 4
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+class LinearWithAdapter(nn.Linear):
+    """A layer of another library."""
+
+
+def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_model):
+    model = tiny_model()
+    model.model.layers[1].mlp.up_proj.__class__ = LinearWithAdapter
+
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj'.*LinearWithAdapter"):
+        apply_quantization(model, "W4A16")
+
+    assert names_of(model) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "scheme", "group_size"),
+    [((8, 256), "W4A16", 128), ((8, 100), "W4A16", -1), ((128, 256), "FP8_BLOCK", None)],
+)
+def test_a_layer_that_groups_or_blocks_divide_is_quantized(sizes, scheme, group_size):
+    out_features, in_features = sizes
+    model = nn.ModuleDict({"up_proj": nn.Linear(in_features, out_features)})
+
+    assert names_of(apply_quantization(model, scheme, group_size=group_size)) == ["up_proj"]
+
+
+@pytest.mark.parametrize(("sizes", "scheme", "group_size"), [((8, 192), "W4A16", 128), ((64, 256), "FP8_BLOCK", None)])
+def test_a_layer_that_groups_or_blocks_do_not_divide_is_refused(sizes, scheme, group_size):
+    out_features, in_features = sizes
+    model = nn.ModuleDict({"up_proj": nn.Linear(in_features, out_features)})
+
+    with pytest.raises(ValueError, match=f"'up_proj'.*out_features={out_features}.*in_features={in_features}"):
+        apply_quantization(model, scheme, group_size=group_size)
+
+
+def test_a_tied_head_cannot_be_quantized(tiny_model):
+    model = tiny_model(tie_word_embeddings=True)
+
+    with pytest.raises(ValueError, match="'lm_head'.*tied"):
+        apply_quantization(model, "W4A16", ignore=[])
+
+    # Control: without the head it is quantized.
+    assert names_of(apply_quantization(model, "W4A16")) == LINEARS
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("W4A16", {"targets": ["Liner"]}),
+        (QuantizationConfig(config_groups={"W4A16": ["Linear"], "FP8_DYNAMIC": ["re:.*experts.*"]}), {}),
+        (QuantizationConfig(config_groups={}), {}),
+    ],
+    ids=["misspelt", "one of two groups", "no group"],
+)
+def test_a_group_that_matches_nothing_is_an_error(tiny_model, scheme, options):
+    with pytest.raises(ValueError, match="targets=.*must match a layer"):
+        apply_quantization(tiny_model(), scheme, **options)
+
+
+def test_a_model_that_is_quantized_already_is_refused(tiny_model):
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
+
+    with pytest.raises(ValueError, match=r"quantized already.*remove_quantization"):
+        apply_quantization(model, "FP8_DYNAMIC")
+
+    # The advice works.
+    apply_quantization(remove_quantization(model), "FP8_DYNAMIC")
+
+
+def test_a_model_that_another_library_quantized_is_refused(tiny_model):
+    model = tiny_model(num_hidden_layers=1)
+    model.config.quantization_config = {"quant_method": "gptq"}
+
+    with pytest.raises(ValueError, match="quantized already.*gptq"):
+        apply_quantization(model, "W4A16")
+
+
+def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = tiny_model(num_hidden_layers=1)
+    model.add_adapter(adapter)
+
+    with pytest.raises(ValueError, match="without a PeftModel"):
+        apply_quantization(model, "W4A16")
+
+    # Control: the same adapter in a PeftModel.
+    apply_quantization(get_peft_model(tiny_model(num_hidden_layers=1), adapter), "W4A16")
