@@ -87,7 +87,8 @@ def changed_facts(config, changes):
     quantization = copy.deepcopy(QUANTIZATION)
     quantization["config_groups"]["group_0"]["input_activations"] = changes.get("activations")
 
-    facts = engine_facts(config, changes.get("quantization", quantization))
+    cache_dtype = changes.get("cache", "auto")
+    facts = engine_facts(config, changes.get("quantization", quantization), cache_dtype, changes.get("adapter"))
     if "vllm" in changes:
         facts["vllm"] = changes["vllm"]
     return facts
@@ -100,6 +101,8 @@ def changed_facts(config, changes):
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta must be 10000.0, got 5.0"),
         ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
         ({"activations": {"num_bits": 8}}, "input_activations.num_bits must be None, got 8"),
+        ({"cache": "fp8"}, "kv_cache_dtype must be 'auto', got 'fp8'"),
+        ({"adapter": {"max_lora_rank": 8}}, "adapter.max_lora_rank must be None, got 8"),
         ({"vllm": "0.1"}, "vllm must be '0.3"),
         ({"ranks": 2}, "ranks must be 1, got 2"),
     ],
