@@ -1,8 +1,8 @@
 """
-The paper's comparison in miniature: arms, seeds and regimes on a task that runs on a CPU (docs/results.md).
+The paper's comparison in miniature: arms, seeds and regimes on a task that runs on a CPU (results/arms/README.md).
 
     python benchmarks/arms.py --regime hard --jobs 2      run the cells that have no file yet
-    python benchmarks/arms.py --table                     print the tables of docs/results.md
+    python benchmarks/arms.py --table                     write the tables (arms_table.py)
 
 A cell is one arm with one seed in one regime. It has a process of its own and a file under results/arms/, so a stopped
 run goes on where it was. A cell takes a minute or two on one core.
@@ -259,12 +259,12 @@ def main() -> None:
     parser.add_argument(
         "--bases", type=Path, default=Path(tempfile.gettempdir()) / "qarl_trl_arms", help="warm starts"
     )
-    parser.add_argument("--table", action="store_true", help="print the tables of docs/results.md and run nothing")
+    parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
     options = parser.parse_args()
     if options.table:
-        from arms_table import tables
+        import arms_table
 
-        print(tables())
+        arms_table.main()
     else:
         os.environ["OMP_NUM_THREADS"] = "1"
         run_all(cells(options), options.jobs, options.bases)

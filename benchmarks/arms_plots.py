@@ -1,4 +1,4 @@
-"""Pictures of docs/results.md and docs/metrics.md from the committed cells, with the panels of `qarl-trl report`."""
+"""Pictures of results/arms/README.md and docs/metrics.md from the cells, with the panels of `qarl-trl report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arms import REGIMES, file_of
+from arms import FOLDER, REGIMES, file_of
 from arms_table import read
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -24,7 +24,7 @@ MISMATCH = Panel("Mismatch between engine and learner", "nats per token", ("mism
 REWARD = Panel("Sampled reward", "mean reward", ("reward",))
 ENTROPY = Panel("Entropy", "nats per token", ("entropy",))
 ERRORS = Panel("Error tokens", "share of tokens", ("error_tokens/frac",))
-RATIO = Panel("Sequence ratio r: largest, A<0 99 %, smallest", "r", ("ratio/max", "ratio/neg_q99", "ratio/min"))
+RATIO = Panel("Ratio r: largest, A<0 99 %, smallest", "r", ("ratio/max", "ratio/neg_q99", "ratio/min"))
 
 
 def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> LoggedRun:
@@ -80,14 +80,15 @@ def draw_one(regime: str, arm: str, seed: int) -> Figure:
     figure.axes[1].set(yscale="log", ylim=(1e-8, 1))
     for axis in figure.axes:
         axis.set_xlabel("rollout batch")
+        axis.title.set_fontsize(10)  # three beside each other
     return figure
 
 
 if __name__ == "__main__":
-    for name, figure in {
-        "results": partial(draw_arms, "hard"),
-        "results_hot": partial(draw_arms, "hot"),
-        "metrics_healthy": partial(draw_one, "hard", "QaRL TBPO", 0),
-        "metrics_collapsed": partial(draw_one, "stale", "rollout-only GRPO", 0),
+    for path, figure in {
+        FOLDER / "hard.png": partial(draw_arms, "hard"),
+        FOLDER / "hot.png": partial(draw_arms, "hot"),
+        DOCS / "metrics_healthy.png": partial(draw_one, "hard", "QaRL TBPO", 0),
+        DOCS / "metrics_collapsed.png": partial(draw_one, "hot", "rollout-only GRPO", 2),
     }.items():
-        figure().savefig(DOCS / f"{name}.png", dpi=100)
+        figure().savefig(path, dpi=100)

@@ -1,16 +1,28 @@
-"""Tables of docs/results.md from the committed cells; standard library only."""
+"""
+Tables of the toy from its committed cells, standard library only: `python benchmarks/arms_table.py`.
+
+They stand between marks as `<!-- table: hard -->` and `<!-- end -->`: those of each regime in results/arms/README.md,
+and in docs/results.md the one that a user reads.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from arms import ARMS, FOLDER, LEVELS, REGIMES, arms_of, file_of
+from real_table import markdown, put_tables
 
 
 Cell = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "benchmarks" / "results" / "arms" / "README.md", ROOT / "docs" / "results.md")
+SHOWN_REGIMES = ("hard", "again", "hot", "easy")
+# Of the users' table.
+SHOWN_ARMS = ("bf16 GRPO", "rollout-only GRPO", "rollout-only TBPO", "QaRL TBPO")
 NOT_RUN = "not run"
 # The paper's figures: Table 1 (math average, Qwen3-8B-Base); Table 3 (MATH-500, AIME 2025, AMC); Fig. 8 prints no
 # numbers.
@@ -64,10 +76,9 @@ def spread(cells: list[Cell], value: Callable[[Cell], float | None], form: str) 
 
 def row(arm: str, cells: list[Cell]) -> list[str]:
     """One line of a regime's table."""
-    if not cells:
-        return [arm, *[NOT_RUN] * 8, PAPER.get(arm, "-")]
     return [
         arm,
+        accuracies(cells, "{:.1f}"),
         spread(cells, lambda c: 100 * c["accuracy_after"], "{:.1f}"),
         spread(cells, lambda c: c.get("accuracy_learner") and 100 * c["accuracy_learner"], "{:.1f}"),
         spread(cells, lambda c: mean_of(c, "reward", 3), "{:.2f}"),
@@ -80,14 +91,35 @@ def row(arm: str, cells: list[Cell]) -> list[str]:
     ]
 
 
-def starts(regime: str) -> str:
-    """Accuracy before training of the bf16 model and of the quantized one."""
-    found = {}
+def accuracies(cells: list[Cell], form: str) -> str:
+    """Percent of the held-out problems that are right, a figure for each seed."""
+    return ", ".join(form.format(100 * cell["accuracy_after"]) for cell in cells) or "-"
+
+
+def users_table() -> str:
+    """Accuracy of the main arms, a figure for each seed."""
+    header = ["regime", "start in 4 bits", *SHOWN_ARMS]
+    rows = []
+    for regime in SHOWN_REGIMES:
+        row = [regime, f"{100 * starts_of(regime)['quantized']:.0f}"]
+        row += [accuracies(read(regime, arm), "{:.0f}") for arm in SHOWN_ARMS]
+        rows.append(row)
+    return markdown(header, rows)
+
+
+def starts_of(regime: str) -> dict[str, float]:
+    """Share of right answers before training, of the bf16 model and of the quantized one."""
+    shares = {}
     for arm in ARMS:
         for cell in read(regime, arm):
             if cell["accuracy_before"] is not None:
-                found.setdefault("bf16" if arm.startswith("bf16") else "quantized", cell["accuracy_before"])
-    shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in sorted(found.items()))
+                shares.setdefault("bf16" if arm.startswith("bf16") else "quantized", cell["accuracy_before"])
+    return shares
+
+
+def starts(regime: str) -> str:
+    """A line below a regime's table."""
+    shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in sorted(starts_of(regime).items()))
     return f"Before training: {shown or NOT_RUN}."
 
 
@@ -95,7 +127,8 @@ def regime_table(regime: str) -> str:
     """The arms of a regime, one a line."""
     header = [
         "arm",
-        "accuracy, %",
+        "accuracy by seed, %",
+        "mean",
         "of the learner",
         "reward",
         "collapsed",
@@ -104,10 +137,22 @@ def regime_table(regime: str) -> str:
         "cut, %",
         "error tokens, %",
     ]
-    rows = [row(arm, cells) for arm in ARMS if (cells := read(regime, arm)) or arm in arms_of(regime)]
-    # The paper's figures are the same for every regime.
-    lines = [[*header, "paper, %"], *rows] if regime == "hard" else [header, *(line[:-1] for line in rows)]
-    return markdown(lines[0], lines[1:]) + f"\n\n{starts(regime)}"
+    if regime == "hard":
+        header.append("paper, %")  # the same for every regime
+
+    rows = []
+    missing = []
+    for arm in ARMS:
+        cells = read(regime, arm)
+        if cells:
+            rows.append(row(arm, cells)[: len(header)])
+        elif arm in arms_of(regime):
+            missing.append(arm)
+
+    text = markdown(header, rows) + f"\n\n{starts(regime)}"
+    if missing:
+        text += f" Not run: {'; '.join(missing)}."
+    return text
 
 
 def level_table() -> str:
@@ -128,20 +173,20 @@ def level_table() -> str:
     return markdown(["scheme", "learner", "seeds", "accuracy, %", "mismatch, nats", "KL, nats"], rows)
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def tables() -> dict[str, str]:
+    """All tables by their marks."""
+    made = {regime: regime_table(regime) for regime in SHOWN_REGIMES}
+    made["alignment"] = level_table()
+    made["toy"] = users_table()
+    return {f"<!-- table: {name} -->\n": text for name, text in made.items()}
 
 
-def tables() -> str:
-    """All tables, each under its name."""
-    named = {regime: regime_table(regime) for regime in ("hard", "again", "hot", "stale", "easy")} | {
-        "alignment": level_table()
-    }
-    return "\n\n".join(f"<!-- table: {name} -->\n{table}" for name, table in named.items())
+def main() -> None:
+    made = tables()
+    for page in PAGES:
+        put_tables(page, made)
+    print(f"{len(list(FOLDER.glob('*/*.json')))} cells in {FOLDER}")
 
 
 if __name__ == "__main__":
-    print(tables())
-    print(f"\n{len(list(FOLDER.glob('*/*.json')))} cells in {FOLDER}")
+    main()

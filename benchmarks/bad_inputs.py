@@ -99,6 +99,16 @@ RECIPES = [
 ]
 DATA = """{"problem": "1", "ans | [1, 2] | 7 | {"a": 1} | {"problem": {"a": 1}} | \ufeff | {} | {"problem": null, "answer": null}
 {"prompt": [{"role": "user"}], "answer": "1"} | {"prompt": [{"role": "system", "content": "x"}], "answer": "1"}"""
+# What `prepare` makes, and `out`, which is new.
+FILES = {
+    "model": "model",
+    "data": "data.jsonl",
+    "empty": "empty",
+    "recipe": "recipe.yaml",
+    "out": "out",
+    "run": "run",
+    "checkpoint": "run/checkpoint-1",
+}
 OPTIONAL = ("generation_config.json", "tokenizer_config.json", "manifest.json")  # without it a run goes on
 
 
@@ -199,32 +209,44 @@ def too_long(*_: Any) -> None:
     raise TimeoutError("120 s")
 
 
-def main() -> None:
-    args = common.arguments(__doc__, seed=(0, 0, "of the draws"))
-    found: list[tuple[str, str, str]] = []
-    sample.start_engine = lambda *_, **__: sys.exit()  # what comes so far is accepted
+def stop_before_engines() -> None:
+    """What `eval` accepts up to its engine counts as accepted; what takes two minutes as a traceback."""
+    sample.start_engine = lambda *_, **__: sys.exit()
     signal.signal(signal.SIGALRM, too_long)
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(scratch)
-        model, data = save_model(place / "model", layers=1), place / "data.jsonl"
-        os.chdir(place)
-        Path("empty").mkdir()
-        data.write_text("".join(f'{{"problem": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(8)))
-        recipe = yaml.safe_load(f"{{{RECIPE}}}") | {"model_name_or_path": model, "dataset_name_or_path": str(data)}
-        recipe["output_dir"] = str(place / "run")
-        (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        good = outcome(["train", "--config", str(place / "recipe.yaml")])
-        assert good[0] == "accepted", good  # control, and it makes the checkpoint that is damaged below
-        # A run beside the checkpoints of another is refused, whatever else is wrong.
-        recipe["output_dir"] = str(place / "next")
-        for kind, wrong, argv in inputs(place, recipe, random.Random(args.seed)):
-            shutil.rmtree(place / "next", ignore_errors=True)
-            ended, said = outcome(argv)
-            found.append(
-                (kind, ended, f"{' '.join(argv[:1])}, {wrong!r}: {' '.join(said.split())}".replace(scratch, ""))
-            )
-            if ended != "one line":
-                print(*found[-1], flush=True)
+
+
+def prepare(place: Path) -> dict[str, Any]:
+    """Make a model, data, and a run with a checkpoint; returns a recipe in which nothing is wrong."""
+    model, data = save_model(place / "model", layers=1), place / "data.jsonl"
+    os.chdir(place)
+    Path("empty").mkdir()
+    data.write_text("".join(f'{{"problem": "{i}+1", "answer": "{i + 1}"}}\n' for i in range(8)))
+    recipe = yaml.safe_load(f"{{{RECIPE}}}") | {"model_name_or_path": model, "dataset_name_or_path": str(data)}
+    recipe["output_dir"] = str(place / "run")
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    good = outcome(["train", "--config", str(place / "recipe.yaml")])
+    assert good[0] == "accepted", good  # control, and it makes the checkpoint that is damaged later
+
+    # A run beside the checkpoints of another is refused, whatever else is wrong.
+    recipe["output_dir"] = str(place / "next")
+    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return recipe
+
+
+def tried(place: Path, kind: str, wrong: Any, argv: list[str]) -> tuple[str, str, str]:
+    """Kind, end and words of one input."""
+    os.chdir(place)
+    for folder in ("next", "out", "page"):
+        shutil.rmtree(place / folder, ignore_errors=True)
+    ended, said = outcome(argv)
+    row = (kind, ended, f"{' '.join(argv[:1])}, {wrong!r}: {' '.join(said.split())}".replace(str(place), ""))
+    if ended != "one line":
+        print(*row, flush=True)
+    return row
+
+
+def report(name: str, args: Any, found: list[tuple[str, str, str]]) -> None:
+    """Write how many inputs of each kind ended how, and what was said."""
     counts = Counter((kind, ended) for kind, ended, _ in found)
     ends = ("one line", "other", "traceback", "accepted")
     rows = [
@@ -232,7 +254,17 @@ def main() -> None:
     ]
     total = ", ".join(f"{sum(ended == end for _, ended, _ in found)} {end}" for end in ends)
     said = [" | ".join(row)[:400] for row in found]
-    common.report("bad_inputs", args, [f"{len(found)} inputs: {total}"], rows, start_load=0.0, inputs=said)
+    common.report(name, args, [f"{len(found)} inputs: {total}"], rows, start_load=0.0, inputs=said)
+
+
+def main() -> None:
+    args = common.arguments(__doc__, seed=(0, 0, "of the draws"))
+    stop_before_engines()
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        recipe = prepare(place)
+        found = [tried(place, *case) for case in inputs(place, recipe, random.Random(args.seed))]
+    report("bad_inputs", args, found)
 
 
 if __name__ == "__main__":

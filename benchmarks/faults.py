@@ -3,11 +3,13 @@ Kills training at random moments (SIGKILL), starts it again each time, and compa
 interrupted.
 
 Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Two
-more lose their server (`qarl-trl serve`) once, and go on with a new one. Master weights, optimizer state, low-bit
+more lose their server (`qarl-trl serve`) once, and go on with a new one; two are killed while they write the frozen
+base of their adapter, and two while they push to a Hub of this process. Master weights, optimizer state, low-bit
 tensors and the saved model must be equal bit for bit, and after each kill every checkpoint in its place must be whole.
 The result file is written after every run, and a second call goes on from it.
 """
 
+import hashlib
 import json
 import os
 import random
@@ -22,14 +24,17 @@ import common
 
 sys.path.insert(0, str(common.ROOT / "tests"))
 import yaml
-from slow.kills import PHASES, random_kill, run
+from hub_server import running_hub
+from slow.kills import PHASES, PHASES_OF_SHARING, random_kill, run
 from slow.test_server import KEY, free_port, start, wait_for
-from slow.toys import save_model, settings
+from slow.toys import random_adapter, save_model, settings
 
 from qarl_trl.checkpoints.folder import damage
 
 
-KILLS_PER_RUN, SERVERS = 5, 2
+KILLS_PER_RUN, SERVERS, SHARED = 5, 2, 2
+# Of the runs that are killed in `base/`.
+FROZEN = {"lora_base": "frozen", "optim_muon": False, "quant_group_size": 64}
 
 
 def after(found: dict, folder: Path) -> dict:
@@ -47,6 +52,35 @@ def interrupted_run(model: str, folder: Path, kind: str, index: int, expected: d
             break
         kills.append(after(found, folder))
     return {"run": index, "kind": kind, "equal": run(model, folder, engine)["digests"] == expected, "kills": kills}
+
+
+def shared_run(model: str, folder: Path, kind: str, kill: tuple[str, int, float] | None = None) -> dict:
+    """A run with a frozen base, or one that pushes; its `digests` also hold what is in `base/` or on the Hub."""
+    if kind == "base":
+        found = run(model, folder, False, kill, peft_config=random_adapter(), **FROZEN)
+        files = {f"base/{path.name}": path.read_bytes() for path in (folder / "base").glob("*.safetensors")}
+    else:
+        found = run(model, folder, False, kill, hub=HUB.url)
+        commits = HUB.branches["me/toy"]["main"][1:]  # without the repository's first
+        weights = [commit.files["model.safetensors"] for commit in commits]
+        files = {"on the Hub": weights[-1]} if weights else {}
+        # A commit has the whole model, or there is none.
+        assert all(content == weights[0] for content in weights)
+
+    if found["digests"] is not None:
+        found["digests"] |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    return found
+
+
+def run_killed_while_it_shares(model: str, folder: Path, kind: str, index: int, expected: dict[str, str]) -> dict:
+    """One run with one kill while it writes its base or pushes."""
+    rng = random.Random(index)
+    kills = []
+    found = shared_run(model, folder, kind, (kind, 1, rng.uniform(0, PHASES_OF_SHARING[kind])))
+    if found["killed"]:
+        kills.append(after(found, folder))
+        found = shared_run(model, folder, kind)
+    return {"run": index, "kind": kind, "equal": found["digests"] == expected, "kills": kills}
 
 
 def run_that_loses_its_server(model: str, scratch: Path, index: int, expected: dict[str, str]) -> dict:
@@ -92,28 +126,49 @@ def main() -> None:
         def next_run(kind: str) -> dict:
             index = args.seed + len(runs)
             if kind not in expected:
-                straight = served_run(model, scratch) if kind == "server" else run(model, folder, kind == "engine")
+                if kind == "server":
+                    straight = served_run(model, scratch)
+                elif kind in PHASES_OF_SHARING:
+                    straight = shared_run(model, folder, kind)
+                else:
+                    straight = run(model, folder, kind == "engine")
                 expected[kind] = straight["digests"]
                 shutil.rmtree(folder)
+                HUB.branches.clear()
             if kind == "server":
                 return run_that_loses_its_server(model, scratch, index, expected[kind])
+            if kind in PHASES_OF_SHARING:
+                return run_killed_while_it_shares(model, folder, kind, index, expected[kind])
             return interrupted_run(model, folder, kind, index, expected[kind])
 
         def number(*kinds: str) -> int:
             return sum(len(found["kills"]) for found in runs if found["kind"] in kinds)
 
-        while (alone := number("engine", "transformers") < args.kills) or number("server") < SERVERS:
-            kind = "server" if not alone else "engine" if len(runs) % 2 else "transformers"
-            runs.append(next_run(kind))
+        def wanted() -> str | None:
+            """The kind of the next run; `None` if there were enough kills of all kinds."""
+            for kind in PHASES_OF_SHARING:
+                if number(kind) < SHARED:
+                    return kind
+            if number("engine", "transformers") < args.kills:
+                return "engine" if len(runs) % 2 else "transformers"
+            return "server" if number("server") < SERVERS else None
+
+        while kind := wanted():
+            # Runs of an earlier call may be of an earlier commit.
+            runs.append(next_run(kind) | {"commit": common._commit()})
             shutil.rmtree(folder)
+            HUB.branches.clear()
             write(args, runs)
 
 
 def write(args, runs: list[dict]) -> None:
     kills = [(found["kind"], kill) for found in runs for kill in found["kills"]]
     by_phase = Counter((kind, kill["phase"]) for kind, kill in kills)
-    kinds = ("engine", "transformers", "server")
-    rows = [{"killed in": phase} | {kind: by_phase[kind, phase] for kind in kinds} for phase in PHASES]
+    kinds = ("engine", "transformers", "server", *PHASES_OF_SHARING)
+    rows = [
+        {"killed in": phase} | {kind: by_phase[kind, phase] for kind in kinds}
+        for phase in (*PHASES, *PHASES_OF_SHARING)
+    ]
     damaged = sum(bool(kill["damaged"]) for _, kill in kills)
     killed = [found for found in runs if found["kills"]]
     headlines = [
@@ -125,4 +180,5 @@ def write(args, runs: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with running_hub() as HUB:
+        main()

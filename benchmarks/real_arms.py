@@ -3,7 +3,7 @@ The paper's comparison on a real model: SmolLM2-135M-Instruct on SVAMP, from a s
 
     python examples/smollm2/prepare.py runs/smollm2 --data FOLDER; python examples/smollm2/warm_start.py runs/smollm2
     python benchmarks/real_arms.py                       runs the cells that have no file yet, one at a time
-    python benchmarks/real_arms.py --table               puts the tables into docs/results.md
+    python benchmarks/real_arms.py --table               writes the tables (real_table.py) and runs nothing
 
 A cell trains one arm with one seed and scores all held-out problems with draws of that seed. QaRL TBPO at `g64` is the
 example's recipe.
@@ -16,7 +16,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -61,7 +60,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "QaRL TBPO, LoRA beside a frozen base": {"lora_base": "frozen", "learning_rate": 2e-4},
 }
 RANK = 16  # of the adapters, on all quantized layers; lora_alpha is twice that
-# Chosen on bf16 GRPO alone, before any other arm ran (dev/log.md).
+# Chosen on bf16 GRPO alone, before any other arm ran (results/real/README.md).
 G64: dict[str, Any] = {
     "quantization": {"quant_scheme": "W4A16", "quant_group_size": 64},
     "learning_rate": 2e-5,
@@ -85,37 +84,6 @@ REGIMES: dict[str, dict[str, Any]] = {
     "stale": G64 | {"updates": 8},
 }
 BEFORE = "before training"
-# What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that
-# model of an arm.
-PAIRS = (
-    ("the learner's weights", "rollout-only GRPO", "QaRL GRPO"),
-    ("the learner's weights, both by GPTQ", "rollout-only GRPO, GPTQ", "QaRL GRPO, GPTQ"),
-    ("the learner's weights, no weight for the mismatch", "rollout-only GRPO, no weight", "QaRL GRPO"),
-    ("the learner's weights, TBPO", "rollout-only TBPO", "QaRL TBPO"),
-    ("the learner's weights, TBPO, both by GPTQ", "rollout-only TBPO, GPTQ", "QaRL TBPO, GPTQ"),
-    ("the learner's weights, TBPO, no weight for the mismatch", "rollout-only TBPO, no weight", "QaRL TBPO"),
-    ("the weight for the mismatch", "rollout-only GRPO, no weight", "rollout-only GRPO"),
-    ("the weight for the mismatch, TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
-    ("the learner's weights, TRL's default weight", "rollout-only GRPO, TRL default", "QaRL GRPO"),
-    ("the weight: TRL's default, not TIS", "rollout-only GRPO", "rollout-only GRPO, TRL default"),
-    ("the weight: IcePop, not TIS", "rollout-only GRPO", "rollout-only GRPO, IcePop"),
-    ("the loss, and its weight", "QaRL GRPO", "QaRL TBPO"),
-    ("the loss", "QaRL GSPO", "QaRL TBPO"),
-    ("the loss, and its weight, learner in bfloat16", "rollout-only GRPO", "rollout-only TBPO"),
-    ("the engine's weights", "bf16 GRPO", "rollout-only GRPO"),
-    ("quantization after training, not during it", "QaRL GRPO", "bf16 GRPO"),
-    ("quantization after training, TBPO", "QaRL TBPO", "bf16 TBPO"),
-    ("GPTQ after training, not rounding", "bf16 GRPO", "bf16 GRPO, GPTQ"),
-    ("GPTQ, TBPO", "bf16 TBPO", "bf16 TBPO, GPTQ"),
-    ("GPTQ, rollouts in low bits", "rollout-only GRPO", "rollout-only GRPO, GPTQ"),
-    ("GPTQ, rollouts in low bits, TBPO", "rollout-only TBPO", "rollout-only TBPO, GPTQ"),
-    ("GPTQ, QaRL", "QaRL GRPO", "QaRL GRPO, GPTQ"),
-    ("GPTQ, QaRL, TBPO", "QaRL TBPO", "QaRL TBPO, GPTQ"),
-    ("GPTQ after rollout-only, not QaRL", "QaRL GRPO", "rollout-only GRPO, GPTQ"),
-    ("GPTQ after rollout-only, not QaRL, TBPO", "QaRL TBPO", "rollout-only TBPO, GPTQ"),
-    ("GPTQ after bf16, not QaRL", "QaRL GRPO", "bf16 GRPO, GPTQ"),
-    ("GPTQ after bf16, not QaRL, TBPO", "QaRL TBPO", "bf16 TBPO, GPTQ"),
-)
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
     *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio", "step_time"),
@@ -220,7 +188,7 @@ def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: b
         command += ["--max_new_tokens", str(regime["max_completion_length"]), "--output_dir", f"{scratch}/out"]
         subprocess.run(command, check=True)
         rows = Path(scratch, "out", "completions.jsonl").read_text().splitlines()
-    return [int(sum(json.loads(row)["rewards"])) for row in rows]
+    return [int(sum(json.loads(row)["rewards"]["math_reward"])) for row in rows]
 
 
 def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
@@ -331,129 +299,6 @@ def run_all(options: argparse.Namespace) -> None:
             print(*running.pop(process), "done" if process.returncode == 0 else "FAILED", flush=True)
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
-
-def table(regime: str) -> str:
-    """The arms of a regime, one a line, and which were not run."""
-    header = ["arm", "seeds", "low bits, %", "bfloat16, %", "reward", "mismatch, nats"]
-    lines = [header, ["---"] * len(header)]
-    for arm in (BEFORE, *ARMS):
-        cells = cells_of(regime, arm)
-        if not cells:
-            continue
-        lines.append([arm, str(len(cells)), *(percent(cells, name) for name in ("low_bit", "masters"))])
-        lines[-1] += [mean(cells, "reward", "{:.2f}", 4), mean(cells, "mismatch/logp_diff_mean", "{:.2g}")]
-        if rounded := [cell for cell in cells if "gptq" in cell["scores"]]:
-            lines.append(["the same, GPTQ", str(len(rounded)), percent(rounded, "gptq"), "-", "-", "-"])
-    missing = [arm for arm in (BEFORE, *ARMS) if not cells_of(regime, arm)]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return text + (f"\n\nNot run: {'; '.join(missing)}." if missing else "")
-
-
-def greedy_table(regime: str) -> str:
-    """
-    The cells with greedy answers, in percent: those, the mean of the answers at temperature 1, and problems with any
-    right one.
-    """
-    models = ("low_bit", "gptq", "masters")
-    lines = [["arm", "seed", "greedy: low bits, GPTQ, bfloat16", "mean of four", "any of the four"], ["---"] * 5]
-    for cell in (cell for arm in (BEFORE, *ARMS) for cell in cells_of(regime, arm) if "greedy" in cell):
-        lines.append([cell["arm"], str(cell["seed"])])
-        for key, share in (("greedy", float), ("scores", lambda right: right / SAMPLES), ("scores", bool)):
-            scored = [map(share, cell[key][name]) for name in models if name in cell[key]]
-            lines[-1].append(", ".join(f"{100 * statistics.fmean(problems):.1f}" for problems in scored))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def cells_of(regime: str, arm: str) -> list[dict[str, Any]]:
-    """The cells of a row that were run, by seed."""
-    return [json.loads(path.read_text()) for seed in range(100) if (path := file_of(regime, arm, seed)).exists()]
-
-
-def percent(cells: list[dict[str, Any]], model: str) -> str:
-    found = [cell for cell in cells if model in cell["scores"]]
-    return "{:.1f} ± {:.1f}".format(*accuracy(found, model)) if found else "-"
-
-
-def accuracy(cells: list[dict[str, Any]], model: str) -> tuple[float, float]:
-    """
-    Percent of held-out answers that are right, and its standard error.
-
-    It holds the choice of the held-out problems (the spread of the problems' means) and, of several seeds, that of
-    training and sampling (the spread of the seeds' means). The first contains part of the second: the error is rather
-    too large.
-    """
-    return _mean_and_error([_shares(cell, model) for cell in cells])
-
-
-def differences(regime: str) -> str:
-    """What each change in `PAIRS` moves, in points; the seeds that both arms have."""
-    lines = [["what changes", "from", "to", "seeds", "low bits", "bfloat16"], ["---"] * 6]
-    for what, *names in PAIRS:
-        arms = [name.removesuffix(", GPTQ") for name in names]
-        cells = [{cell["seed"]: cell for cell in cells_of(regime, arm)} for arm in arms]
-        for place in (place for place, name in enumerate(names) if name.endswith(", GPTQ")):
-            cells[place] = {seed: cell for seed, cell in cells[place].items() if "gptq" in cell["scores"]}
-        seeds = sorted(set(cells[0]) & set(cells[1]))
-        for seed in seeds:
-            starts = {by_seed[seed]["start_sha256"] for by_seed in cells}
-            if len(starts) > 1:
-                raise ValueError(f"{regime}, seed {seed}: {' and '.join(arms)} must have one start, got {starts}.")
-        if seeds:
-            lines.append([what, *names, str(len(seeds))])
-            lines[-1] += [difference([[c[s] for c in cells] for s in seeds], names, m) for m in ("low_bit", "masters")]
-    if len(lines) == 2:
-        return "No two arms were run that can be compared."
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def difference(pairs: Any, names: list[str], model: str) -> str:
-    """Points from the first to the second cell of each pair, with the standard error, paired by problem."""
-    models = ["gptq" if name.endswith(", GPTQ") else model for name in names]
-    if "gptq" in models and model != "low_bit":
-        return "-"
-    both = [[_shares(cell, name) for cell, name in zip(pair, models, strict=True)] for pair in pairs]
-    return "{:+.1f} ± {:.1f}".format(*_mean_and_error([[y - x for x, y in zip(*two, strict=True)] for two in both]))
-
-
-def _shares(cell: dict[str, Any], model: str) -> list[float]:
-    return [100 * right / cell["samples"] for right in cell["scores"][model]]
-
-
-def _mean_and_error(shares: list[list[float]]) -> tuple[float, float]:
-    problems = [statistics.fmean(values) for values in zip(*shares, strict=True)]
-    seeds = list(map(statistics.fmean, shares))
-    variance = statistics.variance(problems) / len(problems)
-    if len(seeds) > 1:
-        variance += statistics.variance(seeds) / len(seeds)
-    return statistics.fmean(seeds), variance**0.5
-
-
-def mean(cells: list[dict[str, Any]], name: str, form: str, last: int = 0) -> str:
-    """Mean over the cells and their rollout batches, or the `last` of these."""
-    values = [value for cell in cells for value in cell["log"].get(name, [])[-last:] if value is not None]
-    return form.format(statistics.fmean(values)) if values else "-"
-
-
-def tables(regime: str) -> dict[str, str]:
-    """The tables of a regime by their marks in the page; that of greedy answers only where some were scored."""
-    made = {"real": table(regime), "real differences": differences(regime)}
-    if any("greedy" in cell for arm in (BEFORE, *ARMS) for cell in cells_of(regime, arm)):
-        made["real greedy"] = greedy_table(regime)
-    return {f"<!-- {name}: {regime} -->\n": text for name, text in made.items()}
-
-
-def put_tables(page: Path) -> None:
-    """Write the tables between their marks, as `<!-- real: g64 -->` and `<!-- end -->`."""
-    text = page.read_text()
-    for regime in filter(lambda name: (FOLDER / name).exists(), REGIMES):
-        for mark, lines in tables(regime).items():
-            before, after = text.split(mark)
-            text = f"{before}{mark}{lines}\n<!-- end -->{after.split('<!-- end -->', 1)[1]}"
-    page.write_text(text)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=Path, default=START, help="folder with start/, train.jsonl and test.jsonl")
@@ -462,10 +307,12 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
     parser.add_argument("--one", action="store_true", help="the first cell, in this process")
-    parser.add_argument("--table", action="store_true", help="put the tables into docs/results.md and run nothing")
+    parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
     options = parser.parse_args()
     if options.table:
-        put_tables(FOLDER.parents[2] / "docs" / "results.md")
+        import real_table
+
+        real_table.main()
     elif options.one:
         run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0])
     else:

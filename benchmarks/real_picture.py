@@ -1,5 +1,6 @@
 """
-README's picture, from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/real.png.
+Pictures from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/real.png, README's,
+and docs/pairs.png, that of docs/results.md.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ import statistics
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from real_arms import BEFORE, accuracy, cells_of
+from matplotlib.lines import Line2D
+from real_arms import BEFORE
+from real_table import CHOICES, accuracy, cells_of, error_of_problems, mean_and_error, pairs_of_choice
 
 from qarl_trl.tools.report.plots import COLOURS
 
@@ -46,5 +49,49 @@ def picture(regime: str = "g64") -> Figure:
     return figure
 
 
+# The first four contrasts of `CHOICES`, and their names below the axis.
+COLUMNS = ("both rounded", "both by GPTQ", "both in bfloat16", "QaRL rounded,\nrollout-only by GPTQ")
+MARKS = {"GRPO": "o", "TBPO": "^"}
+SETTINGS = {"g64": "groups of 64", "channel": "one scale per channel", "stale": "8 updates a batch", "fp8": "float8"}
+WIDTH = 0.6  # of the places of one column's dots
+
+
+def pairs_picture() -> Figure:
+    """
+    QaRL less rollout-only, a dot for each pair of equal loss, seed and start: its error is that of the problems. Bars
+    are means, with their standard error over problems and pairs.
+    """
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axis = figure.subplots()
+    axis.axhline(0, color="0.6", linewidth=1)
+    colours = dict(zip(SETTINGS, COLOURS, strict=False))
+
+    for column, (_, first, second) in enumerate(CHOICES[: len(COLUMNS)]):
+        pairs = pairs_of_choice(first, second)
+        mean, error = mean_and_error([pair.points for pair in pairs])
+        axis.bar(column, 2 * error, width=0.8, bottom=mean - error, color="0.9", zorder=0)
+        axis.hlines(mean, column - 0.4, column + 0.4, color="0.4")
+        for index, pair in enumerate(pairs):
+            place = column + WIDTH * ((index + 0.5) / len(pairs) - 0.5)
+            axis.errorbar(
+                place,
+                pair.mean,
+                yerr=error_of_problems(pair.points),
+                fmt=MARKS[pair.loss],
+                color=colours[pair.regime],
+                elinewidth=0.8,
+            )
+
+    axis.set_xticks(range(len(COLUMNS)), COLUMNS)
+    axis.set_ylabel("QaRL less rollout-only, points")
+    lines = [Line2D([], [], color="0.3", marker=mark, linestyle="", label=loss) for loss, mark in MARKS.items()]
+    for regime, name in SETTINGS.items():
+        lines.append(Line2D([], [], color=colours[regime], marker="s", linestyle="", label=name))
+    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
+    return figure
+
+
 if __name__ == "__main__":
-    picture().savefig(Path(__file__).resolve().parents[1] / "docs" / "real.png", dpi=100)
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    picture().savefig(docs / "real.png", dpi=100)
+    pairs_picture().savefig(docs / "pairs.png", dpi=100)

@@ -7,17 +7,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import QaRLConfig
     from .trainer import QaRLTrainer
+    from .trainers.configs import LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig
+    from .trainers.distillation import LowBitDistillationTrainer
     from .trainers.low_bit import LowBitMixin
+    from .trainers.rloo import LowBitRLOOTrainer
     from .trainers.settings import LowBitConfig
+    from .trainers.sft import LowBitSFTTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["LowBitConfig", "LowBitMixin", "QaRLConfig", "QaRLTrainer", "__version__"]
+__all__ = [
+    "LowBitConfig",
+    "LowBitDistillationConfig",
+    "LowBitDistillationTrainer",
+    "LowBitMixin",
+    "LowBitRLOOConfig",
+    "LowBitRLOOTrainer",
+    "LowBitSFTConfig",
+    "LowBitSFTTrainer",
+    "QaRLConfig",
+    "QaRLTrainer",
+    "__version__",
+]
 
 # Imported on first use, so that `--help` is instant.
 _HOMES = {
     "LowBitConfig": ".trainers.settings",
+    "LowBitDistillationConfig": ".trainers.configs",
+    "LowBitDistillationTrainer": ".trainers.distillation",
     "LowBitMixin": ".trainers.low_bit",
+    "LowBitRLOOConfig": ".trainers.configs",
+    "LowBitRLOOTrainer": ".trainers.rloo",
+    "LowBitSFTConfig": ".trainers.configs",
+    "LowBitSFTTrainer": ".trainers.sft",
     "QaRLConfig": ".config",
     "QaRLTrainer": ".trainer",
 }

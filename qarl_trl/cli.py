@@ -17,6 +17,9 @@ from .redact import redact
 # whose errors keep their traceback.
 COMMANDS = {
     "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.train"),
+    "sft": (".train:sft", "fine-tune low-bit weights on given texts, by TRL's SFT"),
+    "rloo": (".train:rloo", "train by TRL's RLOO on low-bit rollouts"),
+    "distill": (".train:distill", "distill a model in high precision, also a run's own start, into low bits"),
     "serve": (".tools.serve:main", "run the engine of a recipe as a server, for a trainer with vllm_mode=server"),
     "plan": (".tools.plan.command:main", "estimate memory and seconds of a recipe, without loading the model"),
     "eval": (".tools.evaluate.command:main", "score a checkpoint on math problems, through vLLM"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import glob
+import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,10 +61,7 @@ def load_math_dataset(
         FileNotFoundError: if the file is missing.
         ValueError: if a column is missing, the template has no `{problem}`, or no row has a prompt and an answer.
     """
-    if prompt_template is not None and _SLOT not in prompt_template:
-        raise ValueError(f"prompt_template={prompt_template!r} must have {_SLOT} where the problem belongs.")
-    if system_prompt is not None and not conversational:
-        raise ValueError("system_prompt needs conversational=True. For plain text put it into prompt_template.")
+    _check_prompt_settings(prompt_template, system_prompt, conversational)
 
     # Nested columns get dotted names.
     dataset = load_rows(name_or_path, split, config_name).flatten()
@@ -81,31 +80,106 @@ def load_math_dataset(
     converted = dataset.map(
         convert,
         remove_columns=dataset.column_names,
-        features=_features(conversational),
+        features=_features(conversational, ["prompt", "answer"]),
         desc="Reading problems",
     )
-    complete = converted.filter(lambda row: bool(row["prompt"] and row["answer"]), desc="Checking rows")
+    lacking = f"(split {split!r}) lack a problem in {problem_column!r} or an answer in {answer_column!r}"
+    advice = f"Set problem_column or answer_column: {dataset.column_names}."
+    return _complete_rows(converted, f"rows of {name_or_path!r} {lacking}", advice)
 
-    if len(complete) < len(converted):
-        incomplete = len(converted) - len(complete)
-        lacking = (
-            f"{incomplete} of {len(converted)} rows of {name_or_path!r} (split {split!r}) lack a problem in "
-            f"{problem_column!r} or an answer in {answer_column!r}"
-        )
+
+def load_prompts(
+    name_or_path: str,
+    split: str = "train",
+    prompt_template: str | None = None,
+    *,
+    config_name: str | None = None,
+    problem_column: str | None = None,
+    completion_column: str | None = None,
+    system_prompt: str | None = None,
+    conversational: bool = True,
+) -> Dataset:
+    """
+    Load prompts and, if asked for, their completions, in row order: the columns `prompt` and `completion`.
+
+    Rows without either are left out, and a warning says how many.
+
+    Args:
+        name_or_path: As for [`load_math_dataset`], as the arguments that are not named here.
+        completion_column: The column of the completions, text or chat messages; `None`: no completions.
+        conversational: Whether prompts and completions are chat messages, or text.
+
+    Raises:
+        FileNotFoundError: if the file is missing.
+        ValueError: if a column is missing, the template has no `{problem}`, or no row is complete.
+    """
+    _check_prompt_settings(prompt_template, system_prompt, conversational)
+    dataset = load_rows(name_or_path, split, config_name).flatten()
+    problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
+    columns = ["prompt"]
+    if completion_column is not None:
+        _column(dataset, completion_column, (), "completion_column", name_or_path)
+        columns.append("completion")
+
+    def convert(row: dict[str, Any]) -> dict[str, Any]:
+        converted: dict[str, Any] = {"prompt": None}
+        if row[problem_column]:
+            converted["prompt"] = _prompt(row[problem_column], prompt_template, system_prompt, conversational)
+        if completion_column is not None:
+            converted["completion"] = _completion(row[completion_column], conversational)
+        return converted
+
+    converted = dataset.map(
+        convert,
+        remove_columns=dataset.column_names,
+        features=_features(conversational, columns),
+        desc="Reading prompts",
+    )
+    lacking = f"(split {split!r}) lack a {' or a '.join(columns)}"
+    advice = f"Set problem_column or completion_column: {dataset.column_names}."
+    return _complete_rows(converted, f"rows of {name_or_path!r} {lacking}", advice)
+
+
+def _complete_rows(dataset: Dataset, lacking: str, advice: str) -> Dataset:
+    """The rows that have something in every column; warns of others, and refuses (`ValueError`) to leave out all."""
+    complete = dataset.filter(lambda row: all(row.values()), desc="Checking rows")
+    incomplete = len(dataset) - len(complete)
+    if incomplete:
+        lacking = f"{incomplete} of {len(dataset)} {lacking}"
         if len(complete) == 0:
-            raise ValueError(f"{lacking}. Set problem_column or answer_column: {dataset.column_names}.")
+            raise ValueError(f"{lacking}. {advice}")
         logger.warning(f"{lacking}, and are left out.")
     return complete
 
 
-def _features(conversational: bool) -> Features:
-    """The types of the two columns."""
+def _completion(completion: Any, conversational: bool) -> Any:
+    """A completion as messages or text; `None` if there is none."""
+    if not completion:
+        return None
+    if not conversational:
+        return text_of(completion)
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    return _messages(completion)
+
+
+def _check_prompt_settings(prompt_template: str | None, system_prompt: str | None, conversational: bool) -> None:
+    """Refuse (`ValueError`) a template without its slot, and a system message that a text cannot have."""
+    if prompt_template is not None and _SLOT not in prompt_template:
+        raise ValueError(f"prompt_template={prompt_template!r} must have {_SLOT} where the problem belongs.")
+    if system_prompt is not None and not conversational:
+        raise ValueError("system_prompt needs conversational=True. For plain text put it into prompt_template.")
+
+
+def _features(conversational: bool, columns: Sequence[str]) -> Features:
+    """The types of the columns: prompts and completions are messages or text, and all others text."""
     from datasets import Features, List, Value
 
     # Without them a column that keeps its name keeps its type, and AMC's answer "27" turns back into 27.0.
     text = Value("string")
-    prompt = List({"role": text, "content": text}) if conversational else text
-    return Features({"prompt": prompt, "answer": text})
+    messages = List({"role": text, "content": text}) if conversational else text
+    types = {"prompt": messages, "completion": messages, "answer": text}
+    return Features({column: types[column] for column in columns})
 
 
 def final_answer(reference: Any) -> str:
@@ -116,8 +190,11 @@ def final_answer(reference: Any) -> str:
         reference: A text, a number, a list of texts (the parts of one answer), or chat messages (the last counts).
 
     Returns:
-        `""` without an answer. Whole floats lose their `.0`.
+        `""` without an answer, also for NaN. Whole floats lose their `.0`.
     """
+    if isinstance(reference, float) and math.isnan(reference):
+        # pandas writes it for a missing answer.
+        return ""
     if isinstance(reference, float) and reference.is_integer():
         # AMC has its answers as floats, and "27.0" is not what a model writes.
         reference = int(reference)
@@ -170,6 +247,8 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
     from datasets.exceptions import DatasetGenerationError
 
     path = local_path(name_or_path)
+    if path is not None and BUILDERS.get(path.suffix) == "json" and path.is_file():
+        _refuse_null_rows(path)
     try:
         if path is not None and path.is_file():
             # A file has one split, so give it the name that is asked for, without the slice.
@@ -181,6 +260,26 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         # Their messages name neither the file nor the cause.
         cause = error.__cause__ or error
         raise ValueError(f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {cause}") from error
+
+
+def _refuse_null_rows(path: Path) -> None:
+    """Refuse (`ValueError`) a row that is null: pyarrow 26 ends the process if a block of a file begins with one."""
+    with path.open("rb") as file:
+        is_array = file.read(1) == b"["
+        file.seek(0)
+        # A file of rows has one in each line. In an array a line may be any part of a row.
+        if not is_array:
+            for number, line in enumerate(file, start=1):
+                if line.lstrip().startswith(b"null"):
+                    raise ValueError(f"The dataset {str(path)!r} must have an object in line {number}, got null.")
+            return
+
+        try:
+            rows = json.load(file)
+        except ValueError:  # datasets says what is wrong with it
+            return
+    if None in rows:
+        raise ValueError(f"The dataset {str(path)!r} must have an object in row {rows.index(None)}, got null.")
 
 
 def _column(dataset: Dataset, name: str | None, known: Sequence[str], argument: str, name_or_path: str) -> str:

@@ -1,4 +1,4 @@
-"""TBPO, the trust-band objective (paper Sec. 3.2, Eq. 5 and Appendix E; docs/paper_map.md).
+"""TBPO, the trust-band objective (paper Sec. 3.2, Eq. 5 and Appendix E; recipes/paper.md).
 
 The loss uses only the geometric mean `r` of a completion's token ratios, learner now over learner at rollout time, and
 the capped weight `w` of the engine's sample under the learner:

@@ -9,7 +9,7 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
@@ -204,6 +204,9 @@ def read_recipe(recipe: Path) -> dict[str, Any]:
 
 def _load(recipe: Path) -> dict[str, Any]:
     """The content of one file."""
+    # A device such as /dev/zero has no end.
+    if recipe.exists() and not recipe.is_file():
+        raise ValueError(f"--config {recipe} must be a file, got a folder or a device.")
     try:
         text = recipe.read_text()
         _check_plain(recipe, text)
@@ -233,6 +236,26 @@ def _check_plain(recipe: Path, text: str) -> None:
             raise ValueError(f"--config {recipe} must have no aliases (*name): a recipe is flat.")
         if getattr(event, "tag", None) is not None:
             raise ValueError(f"--config {recipe} must have no tags (!name), got {event.tag}: a recipe is data.")
+
+    for key in _repeated_keys(yaml.compose(text, yaml.SafeLoader)):
+        # YAML would take the last value.
+        raise ValueError(f"--config {recipe} must have each key once, got {key} twice.")
+
+
+def _repeated_keys(node: yaml.Node | None) -> Iterator[str]:
+    """The keys that a mapping has more than once, also inside of others."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated_keys(item)
+    if not isinstance(node, yaml.MappingNode):
+        return
+
+    seen = set()
+    for key, value in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            yield key.value
+        seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        yield from _repeated_keys(value)
 
 
 def _problem(error: yaml.YAMLError) -> str:

@@ -1,23 +1,24 @@
-"""Train from a recipe, a flat YAML file: qarl-trl train --config recipe.yaml [--key value ...]
+"""The commands that train from a recipe: `qarl-trl train`, `sft`, `rloo` and `distill`.
 
-Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names one that it extends.
-On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml
+`methods` says what each of them trains. On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml, or
+accelerate launch -m qarl_trl.cli sft --config recipe.yaml.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, fields
 from functools import partial
 from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from .allocator import let_segments_grow
-from .data import load_math_dataset, local_path
+from .data import local_path
 from .errors import naming_config
+from .methods import DISTILL, QARL, RLOO, SFT, DataArguments, Method
 from .redact import redact
-from .rewards import REWARD_TIMEOUT_S, load_rewards
+from .rewards import load_rewards
 
 
 # At run time inside of functions: `--help` of other commands must be instant, and a dry run loads no vLLM.
@@ -25,52 +26,25 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from trl import ModelConfig
 
-    from .config import QaRLConfig
-    from .trainer import QaRLTrainer
 
+_USAGE = """usage: qarl-trl {command} --config FILE [--key value ...]
 
-def _arg(*, help: str, **default: Any) -> Any:
-    """A field with a help text. transformers' `HfArg` does the same, but its import takes seconds."""
-    return field(metadata={"help": help}, **default)
+{about}, from a recipe, a flat YAML file.
 
-
-@dataclass
-class QaRLScriptArguments:
-    """The fields of a recipe for data and rewards; the others belong to the trainer and the model."""
-
-    dataset_name_or_path: str | None = _arg(default=None, help="Hub id, folder, .jsonl, .json or .parquet. Required.")
-    dataset_config: str | None = _arg(default=None, help="Configuration of a Hub dataset, e.g. main of openai/gsm8k.")
-    dataset_split: str = _arg(default="train", help="Split to train on; slices such as train[:1000] work.")
-    eval_dataset_name_or_path: str | None = _arg(default=None, help="Dataset to evaluate on, for eval_strategy.")
-    eval_dataset_split: str = _arg(default="test", help="Split to evaluate on; a local file has only one.")
-    problem_column: str | None = _arg(default=None, help="Column of the problems. Unset: problem, question or prompt.")
-    answer_column: str | None = _arg(default=None, help="Column of the answers (a.b: nested). Unset: answer, ...")
-    prompt_template: str | None = _arg(default=None, help="Text that contains {problem}. Unset: the problem alone.")
-    system_prompt: str | None = _arg(default=None, help="System message; replaces one in the data.")
-    conversational: bool = _arg(default=True, help="Prompts as chat messages. False: as text, without chat template.")
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["math_reward"],
-        metadata={"help": "math_reward, or import paths such as my_rewards.my_reward, also from the current folder."},
-    )
-    reward_timeout: float = _arg(
-        default=REWARD_TIMEOUT_S,
-        help="Seconds that math_reward may take for a batch. Answers that are not graded then count as wrong.",
-    )
-    dry_run: bool = _arg(default=False, help="Only check and print the settings; load nothing.")
-
-
-# Groups of our fields in `--help`, by the beginnings of their names.
+Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names one that it extends.
+On several GPUs: accelerate launch -m qarl_trl.cli {command} --config recipe.yaml
+"""
+# Groups of our fields in `--help`, by the beginnings of their names. Those of the data come first.
 GROUPS = {
-    "Data and rewards": tuple(option.name for option in fields(QaRLScriptArguments)),
-    "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon"),
+    "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon", "distill_"),
     "Quantization": ("quant", "learner_", "lora_base", "export_"),
     "Engine and memory": ("vllm_engine_", "verify_", "sync_", "mismatch_", "max_tokens_"),
 }
 
 
 def parse(
-    argv: Sequence[str], any_device: bool = False, engine_only: bool = False
-) -> tuple[QaRLScriptArguments, QaRLConfig, ModelConfig]:
+    argv: Sequence[str], any_device: bool = False, engine_only: bool = False, method: Method = QARL
+) -> tuple[Any, Any, ModelConfig]:
     """
     Read and check the command line and the recipe that it names.
 
@@ -78,9 +52,10 @@ def parse(
         argv: The command line, without the program's name.
         any_device: Accept a recipe for GPUs on a machine without one, as a dry run does.
         engine_only: Ignore the data and the checkpoint to resume from, which a server's machine may lack.
+        method: What is trained.
 
     Returns:
-        The settings of data and rewards, of the trainer, and of the model.
+        The settings of the data, `method.data`; of the trainer, its config; and of the model.
 
     Raises:
         FileNotFoundError: if the recipe or a dataset's file is missing.
@@ -91,7 +66,7 @@ def parse(
     from .checkpoints.resume import resume_path
     from .recipe import RecipeParser
 
-    parser = RecipeParser(_groups())
+    parser = RecipeParser(_groups(method))
     values = parser.read(argv)
 
     only_checks = any_device or values.get("dry_run")
@@ -113,16 +88,14 @@ def parse(
     return script_args, training_args, model_args
 
 
-def _groups() -> tuple[type, ...]:
+def _groups(method: Method = QARL) -> tuple[type, ...]:
     """The dataclasses whose fields are the keys of a recipe."""
     from trl import ModelConfig
 
-    from .config import QaRLConfig
-
-    return QaRLScriptArguments, QaRLConfig, ModelConfig
+    return method.data, method.config_class(), ModelConfig
 
 
-def _check_data(script_args: QaRLScriptArguments, with_eval: bool) -> None:
+def _check_data(script_args: DataArguments, with_eval: bool) -> None:
     """Refuse settings without data, or whose files are missing."""
     names = ["dataset_name_or_path"]
     if with_eval:
@@ -135,26 +108,31 @@ def _check_data(script_args: QaRLScriptArguments, with_eval: bool) -> None:
         local_path(name_or_path)
 
 
-def describe_options() -> str:
+def describe_options(method: Method = QARL) -> str:
     """The text of `--help`: our fields in groups."""
-    from trl import GRPOConfig
+    data_group, config_group, _ = _groups(method)
+    of_data = tuple(option.name for option in fields(data_group))
+    added = _names_of_ours(config_group)
+    options = [*fields(data_group), *(option for option in fields(config_group) if option.name in added)]
 
-    # Our loss_type takes TBPO, too.
-    stock = {option.name for option in fields(GRPOConfig)} - {"loss_type"}
-    script_group, config_group, _ = _groups()
-    options = [*fields(script_group), *fields(config_group)]
-    added = [option for option in options if option.name not in stock]
+    title = "Data and rewards" if method.has_rewards else "Data"
+    lines = [_USAGE.format(command=method.command, about=method.about)]
+    for group, starts in ({title: of_data} | GROUPS).items():
+        described = [_describe_option(option) for option in options if option.name.startswith(starts)]
+        if described:
+            lines += [f"{group}\n", *described, ""]
 
-    lines = [f"usage: qarl-trl train --config FILE [--key value ...]\n\n{__doc__}"]
-    for title, starts in GROUPS.items():
-        lines.append(f"{title}\n")
-        for option in added:
-            if option.name.startswith(starts):
-                lines.append(_describe_option(option))
-        lines.append("")
-
-    lines.append("TRL's options: the fields of GRPOConfig and ModelConfig, https://huggingface.co/docs/trl")
+    lines.append(f"TRL's options: the fields of {method.trl_config} and ModelConfig, https://huggingface.co/docs/trl")
     return "\n".join(lines)
+
+
+def _names_of_ours(config: type) -> set[str]:
+    """The fields of a config that this package adds to TRL's, or gives another meaning."""
+    names: set[str] = set()
+    for base in config.__mro__:
+        if base.__module__.startswith("qarl_trl."):
+            names |= vars(base).get("__annotations__", {}).keys()
+    return names
 
 
 def _describe_option(option: Field) -> str:
@@ -165,7 +143,7 @@ def _describe_option(option: Field) -> str:
     return f"  --{option.name}\n" + indent(fill(text, 110), " " * 8)
 
 
-def make_trainer(script_args: QaRLScriptArguments, training_args: QaRLConfig, model_args: ModelConfig) -> QaRLTrainer:
+def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, method: Method = QARL) -> Any:
     """
     Make the trainer of a recipe, with data, model and engine loaded.
 
@@ -173,13 +151,15 @@ def make_trainer(script_args: QaRLScriptArguments, training_args: QaRLConfig, mo
         script_args: Data and rewards; from [`parse`], as the others.
         training_args: Its `model_init_kwargs` get the model's settings.
         model_args: The model, its dtype, and the adapter.
+        method: What is trained.
     """
     from trl import get_peft_config, get_quantization_config
 
-    from .trainer import QaRLTrainer
-
-    reward_funcs = load_rewards(script_args.reward_funcs, script_args.reward_timeout)
-    train_dataset, eval_dataset = load_datasets(script_args, with_eval=training_args.eval_strategy != "no")
+    rewards = {}
+    if method.has_rewards:
+        rewards["reward_funcs"] = load_rewards(script_args.reward_funcs, script_args.reward_timeout)
+    with_eval = training_args.eval_strategy != "no"
+    train_dataset, eval_dataset = load_datasets(script_args, with_eval, training_args, method)
 
     model_settings = {
         "revision": model_args.model_revision,
@@ -191,24 +171,25 @@ def make_trainer(script_args: QaRLScriptArguments, training_args: QaRLConfig, mo
     training_args.model_init_kwargs = model_settings | (training_args.model_init_kwargs or {})
 
     with naming_config([model_args.model_name_or_path]):
-        return QaRLTrainer(
+        return method.trainer_class()(
             model=model_args.model_name_or_path,
-            reward_funcs=reward_funcs,
             args=training_args,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             quantization_config=get_quantization_config(model_args),
             peft_config=get_peft_config(model_args),
+            **rewards,
         )
 
 
-def train(trainer: QaRLTrainer, dataset: str | None) -> None:
+def train(trainer: Any, dataset: str | None, method: Method = QARL) -> None:
     """
     Train, save and (with `push_to_hub`) push.
 
     Args:
         trainer: From [`make_trainer`].
         dataset: The dataset, for the model card. A local path is left out of it.
+        method: What is trained.
 
     Raises:
         SystemExit: with one line, if no step updated the weights.
@@ -222,7 +203,7 @@ def train(trainer: QaRLTrainer, dataset: str | None) -> None:
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     except NoUpdateError as error:
         # An error of the data: a traceback would not help.
-        raise SystemExit(f"qarl-trl train: {error}") from error
+        raise SystemExit(f"qarl-trl {method.command}: {error}") from error
 
     if args.push_to_hub:
         # This saves first.
@@ -232,34 +213,29 @@ def train(trainer: QaRLTrainer, dataset: str | None) -> None:
     trainer.accelerator.print(f"Model saved in {args.output_dir}")
 
 
-def load_datasets(script_args: QaRLScriptArguments, with_eval: bool) -> tuple[Dataset, Dataset | None]:
+def load_datasets(
+    script_args: Any, with_eval: bool, training_args: Any = None, method: Method = QARL
+) -> tuple[Dataset, Dataset | None]:
     """
-    Load the training set and, if asked for, the evaluation set, with the columns `prompt` and `answer`.
+    Load the training set and, if asked for, the evaluation set.
 
     Args:
         script_args: Where the data are, and how to read them.
         with_eval: Whether to load the evaluation set. Without it the second result is `None`.
+        training_args: The settings of the trainer; RL and SFT read their data without them.
+        method: What is trained.
+
+    Returns:
+        For RL with the columns `prompt` and `answer`.
     """
-
-    def load(name_or_path: Any, split: str) -> Dataset:
-        return load_math_dataset(
-            name_or_path,
-            split,
-            script_args.prompt_template,
-            config_name=script_args.dataset_config,
-            problem_column=script_args.problem_column,
-            answer_column=script_args.answer_column,
-            system_prompt=script_args.system_prompt,
-            conversational=script_args.conversational,
-        )
-
+    load = partial(method.load, script_args, training_args)
     train_dataset = load(script_args.dataset_name_or_path, script_args.dataset_split)
     if not with_eval:
         return train_dataset, None
     return train_dataset, load(script_args.eval_dataset_name_or_path, script_args.eval_dataset_split)
 
 
-def describe(script_args: QaRLScriptArguments, args: QaRLConfig, model_args: ModelConfig) -> str:
+def describe(script_args: DataArguments, args: Any, model_args: ModelConfig) -> str:
     """
     The settings to print: method, batch sizes, and every field that differs from its default.
 
@@ -272,17 +248,11 @@ def describe(script_args: QaRLScriptArguments, args: QaRLConfig, model_args: Mod
 
     from .config import changed_fields
 
-    completions = args.generation_batch_size
-    prompts = completions // args.num_generations
-    per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
-    updates = completions * args.num_iterations / per_update
     learner = "quantized" if args.quantized and args.quantize_learner else "in high precision"
 
     lines = [
         f"model: {model_args.model_name_or_path}, scheme {args.quant_name}, learner {learner}",
-        f"rollout batch: {prompts} prompts x {args.num_generations} = {completions} completions "
-        f"on {args.world_size} process(es)",
-        f"update: {per_update} completions; {updates:g} updates per rollout batch",
+        *_describe_batches(args),
     ]
     if not torch.cuda.is_available():
         lines.append("device: no CUDA device here, so the settings were checked for a CPU")
@@ -293,35 +263,68 @@ def describe(script_args: QaRLScriptArguments, args: QaRLConfig, model_args: Mod
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> Callable[[], None] | None:
+def _describe_batches(args: Any) -> list[str]:
+    """How many rows an update has, and a rollout batch if the trainer samples several completions of a prompt."""
+    per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    if not hasattr(args, "num_generations"):
+        return [f"update: {per_update} rows on {args.world_size} process(es)"]
+
+    completions = args.generation_batch_size
+    prompts = completions // args.num_generations
+    updates = completions * args.num_iterations / per_update
+    return [
+        f"rollout batch: {prompts} prompts x {args.num_generations} = {completions} completions "
+        f"on {args.world_size} process(es)",
+        f"update: {per_update} completions; {updates:g} updates per rollout batch",
+    ]
+
+
+def sft(argv: Sequence[str]) -> Callable[[], None] | None:
+    """`qarl-trl sft`, see [`main`]."""
+    return main(argv, SFT)
+
+
+def rloo(argv: Sequence[str]) -> Callable[[], None] | None:
+    """`qarl-trl rloo`, see [`main`]."""
+    return main(argv, RLOO)
+
+
+def distill(argv: Sequence[str]) -> Callable[[], None] | None:
+    """`qarl-trl distill`, see [`main`]."""
+    return main(argv, DISTILL)
+
+
+def main(argv: Sequence[str], method: Method = QARL) -> Callable[[], None] | None:
     """
     `qarl-trl train`: check everything, and load everything.
 
     Args:
         argv: The command line after the command's name.
+        method: What is trained.
 
     Returns:
         The training, or `None` after `--help` or a dry run.
     """
     if "--help" in argv or "-h" in argv:
-        print(describe_options())
+        print(describe_options(method))
         return None
 
     from .checkpoints.resume import check_start
 
-    script_args, training_args, model_args = parse(argv)
+    script_args, training_args, model_args = parse(argv, method=method)
     # The trainer checks this too, but only after the model has loaded: a script says in `train()` what it resumes.
     check_start(training_args.resume_from_checkpoint, training_args)
     if script_args.dry_run:
-        # Finds a reward that cannot be imported.
-        load_rewards(script_args.reward_funcs, script_args.reward_timeout)
+        if method.has_rewards:
+            # Finds a reward that cannot be imported.
+            load_rewards(script_args.reward_funcs, script_args.reward_timeout)
         # With torchrun, once.
         if training_args.process_index == 0:
             print(describe(script_args, training_args, model_args))
         return None
 
-    trainer = make_trainer(script_args, training_args, model_args)
-    return partial(train, trainer, script_args.dataset_name_or_path)
+    trainer = make_trainer(script_args, training_args, model_args, method)
+    return partial(train, trainer, script_args.dataset_name_or_path, method)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from . import _compat, guards
+from . import guards
+from ._compat.rollout_batch import ungathered_rewards
 from .config import TBPO, QaRLConfig
 from .learner.logps import TrlResult
 from .loss import filter_advantages, loss_mask, mismatch_weight, tbpo_loss
@@ -177,21 +177,12 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
             self._log_mismatch(old, sampling, mask)
         return output
 
-    def _tool_call_loop(self, *args: Any) -> tuple:
-        """
-        TRL's method; its number of generations differs between processes, so the engine must not wait for the others.
-        """
-        if not self.use_vllm:
-            return super()._tool_call_loop(*args)
-        with patch.object(self.vllm_generation, "alone", True):
-            return super()._tool_call_loop(*args)
-
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids: list[list[int]]
     ) -> Tensor:
         """TRL's method; an error in one process stops all of them, and so does a rollout batch without rewards."""
         calculate = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids)
-        with _compat.ungathered_rewards():
+        with ungathered_rewards():
             rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
         if self._mode == "train":

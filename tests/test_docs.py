@@ -14,18 +14,19 @@ import yaml
 from tools.report.folders import log, write_run
 
 from qarl_trl import QaRLConfig, cli
+from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
 from qarl_trl.recipe import check_keys
 from qarl_trl.train import _groups, parse
 
 
 ROOT = Path(__file__).parents[1]
 FILES = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
-# They tell of files that are gone.
-HISTORY = ("CHANGELOG.md", "dev/log.md", "benchmarks/results/", "tests/test_docs.py")
+# They tell of files that are gone, or that never were.
+HISTORY = ("CHANGELOG.md", "tests/test_docs.py")
 PAGES = [name for name in FILES if name.endswith(".md") and name not in (*HISTORY, "qarl_trl/export/card.md")]
 # The keys of a recipe, which are options of these commands too.
-KEYS = [field.name for group in _groups() for field in fields(group)]
-TAKES_KEYS = ("train", "doctor", "plan", "serve")
+METHODS = {"train": QARL, "doctor": QARL, "plan": QARL, "serve": QARL, "sft": SFT, "rloo": RLOO, "distill": DISTILL}
+KEYS = {name: [field.name for group in _groups(method) for field in fields(group)] for name, method in METHODS.items()}
 
 
 def without_code(text: str) -> str:
@@ -120,6 +121,9 @@ def read_command(page: str, line: str) -> Command | None:
     if "qarl_trl.train" in words:  # python -m
         start = words.index("qarl_trl.train")
         return Command(page, "train", words[start:])
+    if "qarl_trl.cli" in words:
+        start = words.index("qarl_trl.cli")
+        return Command(page, words[start + 1], words[start:])
     return None
 
 
@@ -139,8 +143,7 @@ def wrong_words(command: Command, capsys) -> list[str]:
     with suppress(SystemExit):
         cli.main([command.name, "--help"])
     known = set(re.findall(r"--\w+", capsys.readouterr().out))
-    if command.name in TAKES_KEYS:
-        known |= {f"--{key}" for key in KEYS}
+    known |= {f"--{key}" for key in KEYS.get(command.name, ())}
     wrong = [word for word in command.words if word.startswith("--") and word not in known]
 
     if "--config" in command.words:
@@ -202,7 +205,8 @@ def test_recipes_have_keys_that_exist():
 
     assert len(recipes) > 5
     for _, text in recipes:
-        check_keys(yaml.safe_load(text), KEYS)
+        command = re.search(r"qarl-trl (\w+)", text)
+        check_keys(yaml.safe_load(text), KEYS[command[1] if command else "train"])
 
 
 def test_the_recipe_of_get_started_is_accepted(tmp_path):

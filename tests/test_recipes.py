@@ -10,14 +10,15 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from trl import get_peft_config
 
+from qarl_trl.methods import DISTILL, RLOO, SFT
 from qarl_trl.quant.modifier import read_modifier
 from qarl_trl.train import describe, parse
 from qarl_trl.validate.adapters import check_adapter
 
 
 ROOT = Path(__file__).parents[1]
-# Not of the paper's runs. tests/tools/plan/test_ways.py reads those for one GPU.
-OTHER_FOLDERS = ("accelerate", "llmcompressor", "one_gpu")
+# Not of the paper's runs. tests/tools/plan/memory/test_advice.py reads those for one GPU.
+OTHER_FOLDERS = ("accelerate", "llmcompressor", "one_gpu", "trainers")
 RECIPES = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in OTHER_FOLDERS)
 MODELS = ["qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3-8b-base", "qwen3-30b-a3b-base"]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -231,3 +232,25 @@ def test_each_recipe_of_llm_compressor_is_tested():
     names = {path.stem for path in ROOT.glob("recipes/llmcompressor/*.yaml")}
 
     assert names == {"w4a16", "fp8_attention_w4a16_mlp"}
+
+
+TRAINERS = {"sft": SFT, "rloo": RLOO, "distill": DISTILL}
+
+
+def test_each_command_that_trains_by_trl_has_a_recipe():
+    assert {path.stem for path in ROOT.glob("recipes/trainers/*.yaml")} == set(TRAINERS)
+
+
+@pytest.mark.parametrize("command", TRAINERS)
+def test_recipe_of_another_trainer_is_read_by_its_command(command):
+    path = ROOT / f"recipes/trainers/{command}.yaml"
+
+    script_args, args, model_args = parse(["--config", str(path), *ON_CPU], method=TRAINERS[command])
+
+    settings = vars(script_args) | vars(args) | vars(model_args)
+    for key, value in read(path).items():
+        assert float(settings[key]) == value if isinstance(value, float) else settings[key] == value, key
+    assert args.quantized
+    assert args.quantize_learner
+    assert f"qarl-trl {command} --config recipes/trainers/{command}.yaml" in path.read_text()
+    assert "scheme W4A16" in describe(script_args, args, model_args)

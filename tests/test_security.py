@@ -100,6 +100,29 @@ def test_a_recipe_with_an_alias_is_refused(tmp_path):
     assert read_recipe(recipe) == {"a": {"x": 1}}
 
 
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 1\n", "x: {a: 1, b: 2, a: 3}\n", "x: [{a: 1, a: 1}]\n"])
+def test_a_recipe_with_a_key_twice_is_refused(tmp_path, text):
+    """YAML would take the last one, and a reader may see the first."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+
+    with pytest.raises(ValueError, match="recipe.yaml must have each key once, got a twice"):
+        read_recipe(recipe)
+
+    # Control: the same key in two mappings.
+    recipe.write_text("a: {a: 1}\nx: [{a: 1}, {a: 1}]\n")
+    assert read_recipe(recipe).keys() == {"a", "x"}
+
+
+@pytest.mark.parametrize("base", ["/dev/zero", "."])
+def test_a_base_without_an_end_is_refused(tmp_path, base):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"base: {base}\n")
+
+    with pytest.raises(ValueError, match="must be a file, got a folder or a device"):
+        read_recipe(recipe)
+
+
 def test_an_error_of_a_recipe_does_not_show_its_lines(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("hub_token: 'hf_secret\n")

@@ -61,10 +61,14 @@ def training_facts(trainer: Any) -> dict[str, Any]:
 
     Returns:
         Those of [`base_facts`], and `rewards` (empty without rewards), `objective`, `trainer` (TRL's name of it),
-        `samples` (whether the run had an engine), `aligned` (whether the learner ran on low-bit weights), `steps` and
-        `code` (versions).
+        `samples` (whether the run had an engine), `aligned` (whether the learner ran on low-bit weights), `steps`,
+        `code` (versions), `cites_qarl`, `citation` (BibTeX of the paper of TRL's trainer, if it has one), and
+        `teacher` (of a distillation).
     """
     args = trainer.args
+    # TRL's own trainers on low-bit weights have papers of their own.
+    is_qarl = trainer._name == "QaRL"
+    paper = getattr(trainer, "_paper", None) or {}
     loss_type = getattr(args, "loss_type", None)
     return {
         **base_facts(base_model(trainer._unwrapped).config._name_or_path),
@@ -75,8 +79,21 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         "aligned": args.quantize_learner,
         "steps": trainer.state.global_step,
         "code": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
-        "cites_qarl": args.quantized or loss_type == "tbpo",
+        "cites_qarl": is_qarl and (args.quantized or loss_type == "tbpo"),
+        "citation": None if is_qarl else paper.get("citation"),
+        "teacher": _teacher(trainer),
     }
+
+
+def _teacher(trainer: Any) -> str | None:
+    """The name of a distillation's teacher, or "itself"; `None` for other trainers."""
+    if not hasattr(trainer, "teacher_model"):
+        return None
+    if getattr(trainer, "learns_from_itself", False):
+        return "itself"
+
+    name = base_model(trainer.accelerator.unwrap_model(trainer.teacher_model)).config._name_or_path
+    return str(base_facts(name)["base"])
 
 
 def _objective(loss_type: Any, name: str) -> str:

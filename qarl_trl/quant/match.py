@@ -104,7 +104,8 @@ def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
         raise ValueError(
             f"The experts {name!r} ({type(module).__name__}) must have "
             f"the parameters {[*PROJECTIONS]} and {EXPERTS_LAYOUT}, "
-            f"got {parameters} and {layout_of(module)}. Such a model needs quant_scheme='none'."
+            f"got {parameters} and {layout_of(module)}. Such a model needs quant_scheme='none'; quant_ignore does not "
+            "help, because an engine could not be told how its experts are stored."
         )
     return {parameter: layer_names(name, module, parameter) for parameter in PROJECTIONS}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def _plan_of(content: dict[str, Any]) -> QuantizationConfig:
     if names != ["QuantizationModifier"]:
         raise ValueError(
             "it must be <name>_stage: <name>_modifiers: QuantizationModifier: fields, and nothing else can run in "
-            f"every training step, got {content}. Run other modifiers before training (examples/llmcompressor)."
+            f"every training step, got {reprlib.repr(content):.500}. Run other modifiers before training "
+            "(examples/llmcompressor)."
         )
 
     _, fields = modifiers[0]

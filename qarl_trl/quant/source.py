@@ -23,6 +23,32 @@ from .scheme import scheme_for
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 
+def weight_map(index: Path) -> dict[str, str]:
+    """
+    The file of each tensor, as an index of several files says.
+
+    Args:
+        index: A `model.safetensors.index.json`.
+
+    Raises:
+        ValueError: if it is none, or names a file of another folder.
+    """
+    try:
+        content = json.loads(index.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{index} cannot be read: {error}") from error
+
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(_is_file_name(name) for name in files.values()):
+        raise ValueError(f"{index} must have weight_map, with the name of a file beside it for each tensor")
+    return files
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether a value is the name of a file, without a folder."""
+    return isinstance(name, str) and Path(name).name == name
+
+
 @dataclass(frozen=True)
 class QuantizedSource:
     """
@@ -63,9 +89,9 @@ class QuantizedSource:
             raise self.broken("it has model.safetensors beside an index of several files, which may be of two models")
 
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise self.broken(f"{index.name} cannot be read ({error!r})") from error
+            names = set(weight_map(index).values())
+        except ValueError as error:
+            raise self.broken(f"{index.name} cannot be used ({error})") from error
         return [self.folder / name for name in sorted(names)]
 
     @cached_property

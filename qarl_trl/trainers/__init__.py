@@ -1,17 +1,42 @@
-"""The low-bit half of a trainer, for any trainer of TRL: `class MyTrainer(LowBitMixin, SFTTrainer)`."""
+"""The low-bit half of a trainer, for any trainer of TRL: `class MyTrainer(LowBitMixin, SFTTrainer)`.
+
+`packed.py` and `measured.py` are further parts of `QaRLTrainer`, for trainers that are GRPO.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from .configs import LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig
+    from .distillation import LowBitDistillationTrainer
     from .low_bit import LowBitMixin
+    from .rloo import LowBitRLOOTrainer
     from .settings import LowBitConfig
+    from .sft import LowBitSFTTrainer
 
-__all__ = ["LowBitConfig", "LowBitMixin"]
+__all__ = [
+    "LowBitConfig",
+    "LowBitDistillationConfig",
+    "LowBitDistillationTrainer",
+    "LowBitMixin",
+    "LowBitRLOOConfig",
+    "LowBitRLOOTrainer",
+    "LowBitSFTConfig",
+    "LowBitSFTTrainer",
+]
 
 # Imported on first use: checks of settings do not need the trainer.
-_HOMES = {"LowBitConfig": ".settings", "LowBitMixin": ".low_bit"}
+_HOMES = {
+    "LowBitConfig": ".settings",
+    "LowBitDistillationConfig": ".configs",
+    "LowBitDistillationTrainer": ".distillation",
+    "LowBitMixin": ".low_bit",
+    "LowBitRLOOConfig": ".configs",
+    "LowBitRLOOTrainer": ".rloo",
+    "LowBitSFTConfig": ".configs",
+    "LowBitSFTTrainer": ".sft",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -91,6 +91,11 @@ class MeasuredMixin:
                 self._replace_metric(f"sampling/importance_sampling_ratio/{name}", weight)
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args.mismatch_abort_threshold)
 
+        sync_check = self.vllm_generation.sync_check if self.args.use_vllm else None
+        # Evaluations may have other sampling settings and weights.
+        if sync_check is not None and self._mode == "train":
+            sync_check.watch(metrics["logp_diff_mean"])
+
     # Of a loss -------------------------------------------------------------------------------------------------------
 
     def _measure_ratios(self, logps: Tensor, inputs: dict[str, Any]) -> None:

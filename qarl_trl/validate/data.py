@@ -10,26 +10,63 @@ from .types import RunSettings, TrainerArguments
 
 def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
     """
-    Refuse fewer prompts than a rollout batch has.
+    Refuse data without the columns that a trainer reads, and fewer prompts than a rollout batch has.
 
     Args:
-        trainer_arguments: All arguments of the trainer by name. Only a `train_dataset` of known length is checked.
+        trainer_arguments: All arguments of the trainer by name. Only data sets of known length are checked.
         args: Settings of the run.
 
     Raises:
-        ValueError: with the numbers that make the size of a rollout batch.
+        ValueError: with the columns, or with the numbers that make the size of a rollout batch.
     """
-    needed = prompts_per_rollout(args)
     data = trainer_arguments.get("train_dataset")
     # A streamed data set has no length before it ends.
-    if needed is None or not isinstance(data, Dataset):
+    if not isinstance(data, Dataset):
         return
+    _check_columns(data, trainer_arguments, args)
 
     # TRL's sampler drops an incomplete batch. Such a run would end at once, and report success.
-    if len(data) < needed:
+    needed = prompts_per_rollout(args)
+    if needed is not None and len(data) < needed:
         raise ValueError(
             f"train_dataset must have at least {needed} prompts, got {len(data)}, which would train nothing: "
-            f"a rollout batch has per_device_train_batch_size={args.per_device_train_batch_size} "
-            f"x {args.world_size} processes x steps_per_generation={args.steps_per_generation} "
-            f"= {args.generation_batch_size} completions, num_generations={args.num_generations} of each."
+            f"a rollout batch has {_size(args)}."
+        )
+
+
+def _size(args: RunSettings) -> str:
+    """The numbers that make the size of a rollout batch."""
+    of_all = f"per_device_train_batch_size={args.per_device_train_batch_size} x {args.world_size} processes"
+    if not hasattr(args, "num_generations"):
+        return f"{of_all} x gradient_accumulation_steps={args.gradient_accumulation_steps} prompts"
+    return (
+        f"{of_all} x steps_per_generation={args.steps_per_generation} "
+        f"= {args.generation_batch_size} completions, num_generations={args.num_generations} of each"
+    )
+
+
+def _check_columns(data: Dataset, trainer_arguments: TrainerArguments, args: RunSettings) -> None:
+    """Refuse (`ValueError`) data of supervised fine-tuning or distillation without the columns that it reads."""
+    columns = set(data.column_names)
+    if getattr(args, "distill_on", None) == "answers" and "completion" not in columns:
+        raise ValueError(
+            f"distill_on='answers' needs a column completion, and train_dataset has {sorted(columns)}. In a recipe "
+            "set completion_column, or distill_on: rollouts."
+        )
+
+    # Only SFT's config has it.
+    text_field = getattr(args, "dataset_text_field", None)
+    prepared = trainer_arguments.get("formatting_func") or (args.dataset_kwargs if text_field else None)
+    if text_field is None or prepared:
+        return
+
+    pairs = {"prompt", "completion"} <= columns
+    if args.completion_only_loss and not pairs and "input_ids" not in columns:
+        raise ValueError(
+            f"completion_only_loss needs the columns prompt and completion, and train_dataset has {sorted(columns)}."
+        )
+    if not (pairs or columns & {text_field, "messages", "conversations", "input_ids"}):
+        raise ValueError(
+            f"train_dataset must have a column {text_field!r} (dataset_text_field), messages, or prompt and "
+            f"completion, got {sorted(columns)}."
         )

@@ -6,18 +6,25 @@ import copy
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.utils import match_targets
 from torch import nn
 from transformers import PretrainedConfig
 
 from ..quant.convert import apply_quantization
-from ..quant.layers.experts import QuantExperts
+from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer
+from ..quant.names import checkpoint_modules
+from ..quant.scheme import DEFAULT_IGNORE
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
 from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
 from .types import RunSettings
+
+
+logger = get_logger(__name__)
 
 
 def check_plan(plan: QuantizationConfig, args: RunSettings) -> None:
@@ -57,6 +64,8 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
     """
     model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
     check_head(model)
+    if plan is not None:
+        _warn_of_ignored(model, plan)
 
     has_experts = any(isinstance(module, QuantExperts) for module in model.modules())
     if has_experts and args.has_engine and args.device.type == "cpu":
@@ -67,6 +76,22 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         _check_aligned(model, adapter)
         if args.has_engine:
             engine_rank(adapter.r)  # raises if vLLM has none
+
+
+def _warn_of_ignored(model: nn.Module, plan: QuantizationConfig) -> None:
+    """Warn of ignored names that match nothing: with a typing error a layer that was to stay would be quantized."""
+    modules = list(checkpoint_modules(model))
+    linear = nn.Linear(1, 1, device="meta")
+    for name, module in expert_modules(model):
+        if has_known_layout(module):
+            for parameter in PROJECTIONS:
+                modules += [(layer, linear) for layer in layer_names(name, module, parameter)]
+
+    # Those of the default are for all models.
+    of_user = [pattern for pattern in plan.ignore or () if pattern not in DEFAULT_IGNORE]
+    unused = [pattern for pattern in of_user if not any(match_targets(*named, [pattern]) for named in modules)]
+    if unused:
+        logger.warning(f"quant_ignore: {unused} match no module of the model, so they keep nothing in high precision.")
 
 
 def _check_aligned(model: nn.Module, adapter: Any) -> None:
@@ -111,13 +136,23 @@ def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunS
     if softcap is None:
         return
 
-    if isinstance(model, str):
-        # By default transformers takes sdpa.
-        attention = (args.model_init_kwargs or {}).get("attn_implementation") or "sdpa"
-    else:
-        attention = config._attn_implementation
-    if attention == "sdpa":
+    if attention_of(model, config, args) == "sdpa":
         raise ValueError(
             f"The model caps its attention scores (attn_logit_softcapping={softcap}), and sdpa would not. Set "
             "attn_implementation: eager (in a script model_init_kwargs={'attn_implementation': 'eager'})."
         )
+
+
+def attention_of(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> str:
+    """
+    The name of the attention implementation that the learner will have.
+
+    Args:
+        model: The model or its name.
+        config: The model's config.
+        args: Settings of the run.
+    """
+    if not isinstance(model, str):
+        return config._attn_implementation
+    # By default transformers takes sdpa.
+    return (args.model_init_kwargs or {}).get("attn_implementation") or "sdpa"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _compat
+import torch
+
+from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.match import check_shardable
-from .rollouts import uses_server
 from .types import RunSettings
 
 
@@ -18,23 +19,20 @@ def check_placement(args: RunSettings) -> None:
         args: Settings of the run.
 
     Raises:
-        ValueError: for a process with several GPUs, for FSDP1 or offloaded shards, and for schemes that cannot be
-            sharded.
+        ValueError: for a process with several GPUs, for FSDP1, offloaded shards or FSDP2 on CPUs, and for schemes that
+            cannot be sharded.
     """
     # By default TRL loads with device_map="auto", and the Trainer wraps the model in DataParallel. Both use all GPUs
     # that the process sees.
     if args.n_gpu > 1:
         raise ValueError(f"A process needs one GPU, got {args.n_gpu}: use accelerate launch or CUDA_VISIBLE_DEVICES.")
 
-    fsdp = _compat.fsdp_settings(args)
-    zero3 = _compat.is_zero3(args)
+    fsdp = fsdp_settings(args)
+    zero3 = is_zero3(args)
 
-    # Only a colocated engine takes an adapter at each sync. Under FSDP2 each process has the whole base, and ZeRO-3
-    # would shard it.
-    if args.frozen and (zero3 or uses_server(args)):
-        raise ValueError(
-            "lora_base='frozen' runs on one process, DDP or FSDP2, with vllm_mode='colocate'. Or use 'merged'."
-        )
+    # Under FSDP2 each process has the whole base, and ZeRO-3 would shard it.
+    if args.frozen and zero3:
+        raise ValueError("lora_base='frozen' runs on one process, DDP or FSDP2. Or use 'merged'.")
 
     if args.quant_keep_matrices and (fsdp or zero3):
         raise ValueError(
@@ -43,10 +41,21 @@ def check_placement(args: RunSettings) -> None:
 
     if fsdp:
         _check_fsdp(fsdp)
+        if args.world_size > 1 and not shards_on(args.device):
+            raise ValueError(
+                "FSDP2 needs GPUs: on CPUs accelerate would run these processes as DDP, without a word. "
+                "On a CPU use torchrun without FSDP (docs/many_gpus.md)."
+            )
 
     plan = args.quant_plan()
     if plan is not None and (fsdp or zero3):
         check_shardable(plan)
+
+
+def shards_on(device: torch.device) -> bool:
+    """Whether accelerate shards a model over processes on such devices, if it is asked for FSDP."""
+    # `AcceleratorState` (accelerate 1.15) takes its FSDP plugin in `MULTI_GPU` and its like; `MULTI_CPU` ignores it.
+    return device.type != "cpu"
 
 
 def _check_fsdp(settings: dict[str, Any]) -> None:

@@ -27,7 +27,11 @@ def shares_engine(args: RunSettings) -> bool:
 
 
 def prompts_per_rollout(args: RunSettings) -> int | None:
-    """Number of different prompts in a rollout batch; `None` for a trainer without groups of completions."""
+    """Number of different prompts in a rollout batch; `None` for a trainer that does not complete prompts."""
+    if hasattr(args, "teacher_model_name_or_path"):
+        # Distillation has one completion of each prompt, and a rollout batch for each update.
+        return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+
     generations = getattr(args, "num_generations", None)
     completions = getattr(args, "generation_batch_size", None)
     if generations is None or completions is None:

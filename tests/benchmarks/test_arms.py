@@ -1,4 +1,4 @@
-"""The comparison of arms: a fair one, of settings that run, from one start; and its tables in docs/results.md."""
+"""The comparison of arms: a fair one, of settings that run, from one start; and its tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 from argparse import Namespace
 from itertools import islice
-from pathlib import Path
 
 import arms
 import arms_table
@@ -17,9 +16,6 @@ from sums import make_model
 
 from qarl_trl import QaRLConfig
 from qarl_trl.quant import apply_quantization
-
-
-RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 
 
 # The task -----------------------------------------------------------------------------------------------------------
@@ -161,12 +157,24 @@ def test_a_run_collapses_when_it_ends_below_half_of_its_best(reward, expected):
     assert arms_table.collapsed({"log": {"reward": reward}}) is expected
 
 
-def test_the_tables_of_the_doc_are_what_the_script_prints():
-    text = RESULTS_PAGE.read_text()
+def test_every_table_of_the_pages_is_what_the_script_makes(tmp_path):
+    made = arms_table.tables()
 
-    tables = ["<!-- table: " + table.strip() for table in arms_table.tables().split("<!-- table: ")[1:]]
+    for page in arms_table.PAGES:
+        copy_of_page = tmp_path / page.name
+        copy_of_page.write_text(page.read_text())
+        arms_table.put_tables(copy_of_page, made)
+        assert copy_of_page.read_text() == page.read_text()
 
-    assert len(tables) == 6
-    for table in tables:
-        assert table in text
-    assert tables[0].replace("| bf16 GRPO | ", "| bf16 GRPO | 1") not in text  # control
+    text = "".join(page.read_text() for page in arms_table.PAGES)
+    assert [mark for mark in made if mark not in text] == []
+
+
+def test_a_table_names_the_arms_that_were_not_run(monkeypatch, tmp_path):
+    assert "Not run: bf16 TBPO; " in arms_table.regime_table("hard")
+
+    # Control: without any cell all arms of the regime are named, and the table has no row.
+    monkeypatch.setattr(arms, "FOLDER", tmp_path)
+    table = arms_table.regime_table("again")
+    assert "Not run: bf16 GRPO; rollout-only GRPO; " in table
+    assert len(table.split("\n\n")[0].splitlines()) == 2

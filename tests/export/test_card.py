@@ -3,16 +3,20 @@
 import getpass
 import re
 import socket
+from itertools import pairwise
 
 import pytest
 import torch
+from conftest import make_model
 from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from slow.toys import save_model
 from toy_runs import OFF, adapter, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.card import GENERATED, base_facts, model_card, write_card
+from qarl_trl.export.card import GENERATED, base_facts, model_card, render_card, write_card
+from qarl_trl.export.low_bit import quantization_config
 from qarl_trl.quant import apply_quantization
 
 
@@ -82,6 +86,20 @@ def test_a_card_takes_data_sets_and_tags(trained):
     card = ModelCard.load(home / "README.md")
     assert card.data.datasets == ["some/sums"]
     assert "sums" in card.data.tags
+
+
+def test_data_sets_and_tags_that_were_named_once_stay_in_later_cards(trained):
+    trainer, home = trained
+    card = home / "README.md"
+    assert "some/sums" not in card.read_text()  # control
+
+    trainer.create_model_card(dataset_name="some/sums", tags="sums")
+    trainer.create_model_card()  # as TRL calls it at a checkpoint
+    card.unlink()
+    trainer.save_model()
+
+    assert ModelCard.load(card).data.datasets == ["some/sums"]
+    assert "sums" in ModelCard.load(card).data.tags
 
 
 def test_a_model_of_the_hub_is_linked(folder):
@@ -188,7 +206,11 @@ CARDS = {
     },
     "frozen": {
         "README.md": [f"vllm serve path/to/model/base {SERVE_ADAPTER}", "`AutoPeftModelForCausalLM` does not load it"],
-        "base/README.md": ["Quantized by rounding to nearest", "vllm serve path/to/model\n"],
+        "base/README.md": [
+            "`sums-base`, stored in **W4A16**",
+            "Quantized by rounding to nearest",
+            "vllm serve path/to/model\n",
+        ],
         "checkpoint-1/README.md": [f"vllm serve path/to/model/base {SERVE_ADAPTER}"],
     },
     "frozen checkpoint": {
@@ -240,6 +262,66 @@ def test_each_card_of_a_run_is_right_and_names_no_run_and_no_path(model, gptq, t
         assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
         if name != "base/README.md":
             assert {"trl", "grpo"} <= set(card.data.tags)
+
+
+@pytest.mark.parametrize("repository", ["me/sums", None])
+def test_the_card_of_a_merged_adapter_does_not_call_the_repository_of_the_merged_model_its_own(
+    model, tmp_path, repository
+):
+    """`me/sums/low_bit` is no name that vLLM loads, and `me/sums` is the low-bit model itself."""
+    trainer = make(model, tmp_path, adapter())
+    trainer.hub_model_id = repository
+    trainer.save_model()
+
+    of_adapter = (tmp_path / "README.md").read_text()
+    of_merged = (tmp_path / "low_bit" / "README.md").read_text()
+
+    assert "vllm serve path/to/model/low_bit" in of_adapter
+    assert f"vllm serve {repository or 'path/to/model'}\n" in of_merged
+
+
+FACTS = {"base_id": "Qwen/Qwen3-8B", "base": "Qwen/Qwen3-8B"}
+OF_ADAPTER = {"rank": 8, "served_rank": 8, "served_base": "me/base"}
+TRAINED = {
+    **{"steps": 5, "trainer": "QaRL", "objective": "TBPO", "rewards": ["math_reward"], "code": "qarl_trl"},
+    **{"cites_qarl": True, "aligned": True, "samples": True},
+}
+RENDERED = {
+    "export": ("low_bit", FACTS),
+    "export of experts": ("low_bit", FACTS | {"experts": True}),
+    "chat": ("low_bit", FACTS | {"chat": True} | TRAINED),
+    "local": ("low_bit", {"base_id": None, "base": "mine"} | TRAINED),
+    "frozen adapter": ("frozen_adapter", FACTS | OF_ADAPTER | TRAINED),
+    "merged adapter": ("merged_adapter", FACTS | OF_ADAPTER | TRAINED),
+    "adapter": ("adapter", FACTS | OF_ADAPTER | TRAINED),
+    "full": ("full", FACTS | TRAINED),
+}
+
+
+@pytest.mark.parametrize("kind", RENDERED)
+def test_a_card_is_rendered_without_remains_of_its_markup(kind):
+    """As a page of the Hub: headings in their order, code in blocks, and text without signs of code or of a table."""
+    name, facts = RENDERED[kind]
+    quantization = None if name in ("adapter", "full") else read_quantization()
+    card = render_card(name, "me/sums", quantization, **facts)
+
+    page = MarkdownIt("commonmark").enable("table").parse(card.text)
+
+    headings = [after.content for token, after in pairwise(page) if token.type == "heading_open"]
+    expected = ["sums", "Use", "Training", "Limits", "Citation"]
+    assert headings == [title for title in expected if title != "Training" or "steps" in facts]
+    for token in page:
+        if token.type == "inline":
+            assert not re.search(r"```|\{[{%]|^\||^#|\s[.,]|None", token.content), token.content
+        if token.type == "fence":
+            assert token.content.strip()
+    paragraphs = [after.content for token, after in pairwise(page) if token.type == "paragraph_open"]
+    assert all(text.rstrip()[-1] in ".:" for text in paragraphs), paragraphs
+
+
+def read_quantization():
+    """The `quantization_config` of a W4A16 checkpoint."""
+    return quantization_config(apply_quantization(make_model(num_hidden_layers=1), "W4A16"))
 
 
 def test_a_card_of_an_adapter_that_a_user_edited_stays_byte_for_byte(model, tmp_path):

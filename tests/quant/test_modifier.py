@@ -100,3 +100,16 @@ def test_a_layout_that_llm_compressor_would_skip_over_is_refused(tmp_path, text)
 
     with pytest.raises(ValueError, match="recipe.yaml cannot be used"):
         read_modifier(path)
+
+
+def test_a_recipe_of_aliases_is_refused_in_a_short_line(tmp_path):
+    """Written out, it would have ten thousand million words."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    for number in range(1, 10):
+        lines.append(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]")
+    path = tmp_path / "recipe.yaml"
+    path.write_text("\n".join(lines))
+
+    with pytest.raises(ValueError, match="recipe.yaml cannot be used") as error:
+        read_modifier(path)
+    assert len(str(error.value)) < 1000

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hub_server import WRITER
+
 from .isolated import ENVIRONMENT, PRELOADED
 from .toys import make_trainer
 
@@ -31,6 +33,8 @@ PHASES = {
     "rotate": 0.004,
     "end": 0.06,
 }
+# Phases of runs with a frozen base, and of runs that push to the Hub at their end.
+PHASES_OF_SHARING = {"base": 0.15, "push": 0.15}
 # Rollout batches of four updates, two of them an epoch; a checkpoint after each update.
 SETTINGS = {
     "per_device_train_batch_size": 4,
@@ -53,6 +57,7 @@ def run(
     kill: Kill | None = None,
     by: int = signal.SIGKILL,
     server: int | None = None,
+    hub: str | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """
@@ -65,6 +70,7 @@ def run(
         kill: When to kill the run; `None` lets it end by itself.
         by: The signal it gets. After another one than SIGKILL it may take a minute to leave.
         server: A process group that gets SIGKILL instead of the run, which must then end by itself.
+        hub: Address of a Hub to push to at the end, see `hub_server`.
         changes: Of the settings.
 
     Returns:
@@ -74,7 +80,7 @@ def run(
     Raises:
         AssertionError: if the run failed and was not killed.
     """
-    process, receiver = _start(model, folder, engine, changes)
+    process, receiver = _start(model, folder, engine, hub, changes)
     outcome: dict[str, Any] = {"killed": False, "resumed": None, "phase": None, "step": None, "digests": None}
     try:
         ended = _follow(receiver, kill, outcome)
@@ -114,7 +120,7 @@ def random_kill(rng: random.Random, engine: bool) -> Kill:
 # In the parent -------------------------------------------------------------------------------------------------------
 
 
-def _start(model: str, folder: Path, engine: bool, changes: dict[str, Any]) -> tuple[Any, Any]:
+def _start(model: str, folder: Path, engine: bool, hub: str | None, changes: dict[str, Any]) -> tuple[Any, Any]:
     """The process of a run, and the pipe by which it says what it does."""
     # The fork server keeps the environment of its start.
     os.environ.update(ENVIRONMENT)
@@ -122,7 +128,8 @@ def _start(model: str, folder: Path, engine: bool, changes: dict[str, Any]) -> t
     context.set_forkserver_preload(PRELOADED)
 
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_train, args=(sender, model, str(folder), engine, changes, dict(os.environ)))
+    arguments = (sender, model, str(folder), engine, hub, changes, dict(os.environ))
+    process = context.Process(target=_train, args=arguments)
     process.start()
     # As long as this end is open here, the end of the run would not end the pipe.
     sender.close()
@@ -181,7 +188,13 @@ def _kill_group(process: Any) -> None:
 
 
 def _train(
-    sender: Any, model: str, folder: str, engine: bool, changes: dict[str, Any], environment: dict[str, str]
+    sender: Any,
+    model: str,
+    folder: str,
+    engine: bool,
+    hub: str | None,
+    changes: dict[str, Any],
+    environment: dict[str, str],
 ) -> None:
     from qarl_trl.cpu_exact.arithmetic import choose_arithmetic
     from qarl_trl.export.files import READ_BY_ENGINE
@@ -194,13 +207,19 @@ def _train(
     sender.send(("start", 0))
 
     arguments = SETTINGS | ({} if engine else WITHOUT_ENGINE) | changes
+    if hub is not None:
+        _use_hub(hub)
+        arguments |= {"push_to_hub": True, "hub_model_id": "me/toy"}
     trainer = make_trainer(model, Path(folder), number=4, **arguments)
     _announce_phases(trainer, engine, sender)
     _announce_resume(trainer, sender)
     trainer.train(resume_from_checkpoint="auto")
 
     sender.send(("end", trainer.state.global_step))
-    trainer.save_model()
+    if hub is None:
+        trainer.save_model()
+    else:
+        trainer.push_to_hub()
 
     # What a user would serve: the folder also has checkpoints and the log.
     files = {}
@@ -208,6 +227,15 @@ def _train(
         for path in Path(folder).glob(pattern):
             files[f"saved {path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     sender.send(("digests", digests(trainer) | files))
+
+
+def _use_hub(url: str) -> None:
+    """Let the real client talk to a Hub of the tests: it has read its environment already, in the fork server."""
+    from huggingface_hub import constants
+
+    constants.ENDPOINT = url
+    constants.HF_HUB_OFFLINE = False
+    os.environ["HF_TOKEN"] = WRITER
 
 
 def _print_into(folder: Path) -> None:
@@ -220,12 +248,15 @@ def _print_into(folder: Path) -> None:
 
 def _announce_phases(trainer: Any, engine: bool, sender: Any) -> None:
     from qarl_trl.checkpoints import saving
+    from qarl_trl.export import push
 
     # By the module that calls it: it imported the function by name.
     _announce(trainer, saving, "rotate", "rotate", sender)
     _announce(trainer, trainer, "_load_from_checkpoint", "resume", sender)
     _announce(trainer, trainer, "training_step", "train", sender)
     _announce(trainer, trainer, "_save_checkpoint", "save", sender)
+    _announce(trainer, trainer, "_save_quantized_base", "base", sender)
+    _announce(trainer, push.HfApi, "create_commit", "push", sender)
     if engine:
         _announce(trainer, trainer.vllm_generation, "sync_weights", "sync", sender)
         _announce(trainer, trainer.vllm_generation, "generate", "sample", sender)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from qarl_trl.validate import placement
 from slow.toys import make_trainer
 
 
@@ -56,6 +57,8 @@ def shard_on_cpu() -> None:
         state.PartialState._shared_state["distributed_type"] = state.DistributedType.FSDP
 
     state.AcceleratorState.__init__ = init
+    # A run would be refused, because accelerate as it is would not shard.
+    placement.shards_on = lambda device: True
 
 
 def trainer_of_two(model: str, folder: str, fsdp: bool, **changes: Any) -> Any:

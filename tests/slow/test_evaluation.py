@@ -68,7 +68,8 @@ def _complete_alone(llm: Any, row: dict[str, Any]) -> list[dict[str, Any]]:
     completions = []
     for answer in output.outputs:
         cut_off = answer.finish_reason == "length"
-        completions.append({"text": answer.text, "tokens": len(answer.token_ids), "cut_off": cut_off})
+        tokens = list(answer.token_ids)
+        completions.append({"text": answer.text, "token_ids": tokens, "tokens": len(tokens), "cut_off": cut_off})
     return completions
 
 

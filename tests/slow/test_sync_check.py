@@ -6,6 +6,7 @@ With `-s` the figures are printed, which dev/numerics.md sums up.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Callable
@@ -246,6 +247,7 @@ def _train(
     broken: str | None = None,
     evaluate: bool = False,
     by_function: bool = False,
+    first_broken: int = 1,
 ) -> dict[str, Any]:
     """
     How a run ends, and what it logs.
@@ -257,12 +259,13 @@ def _train(
         broken: Scales of this layer of the engine become 0 after each sync.
         evaluate: Evaluate every two steps.
         by_function: Sample by a `rollout_func` that drives the engine.
+        first_broken: The first sync after which the layer is broken.
     """
     trainer = make_trainer(model, Path(folder), **changes)
     if by_function:
         trainer.rollout_func = _drive_engine
     if broken is not None:
-        _break_syncs(broken)
+        _break_syncs(broken, first_broken)
     if evaluate:
         trainer.args.eval_strategy = "steps"
         trainer.args.eval_steps = 2
@@ -294,13 +297,16 @@ def _drive_engine(texts: list[str], trainer: Any) -> dict[str, Any]:
     return output
 
 
-def _break_syncs(layer: str) -> None:
+def _break_syncs(layer: str, first: int) -> None:
     from qarl_trl.rollout.vllm import reloading
 
     reload_engine = reloading.reload_engine
+    syncs = itertools.count(1)
 
     def reload_and_break(llm: Any, weights: Any) -> None:
         reload_engine(llm, weights)
+        if next(syncs) < first:
+            return
         reloading.engine_model(llm).get_submodule(layer).weight_scale.data.mul_(0)
 
     reloading.reload_engine = reload_and_break
@@ -331,6 +337,22 @@ def test_a_run_with_a_broken_layer_stops_before_its_first_step(tmp_path):
 
     assert "After sync 1 the engine's log-probs of the sync check prompt" in run["outcome"]
     assert run["steps"] == 0
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_a_layer_that_breaks_after_the_first_sync_stops_a_run_whose_mismatch_rises(tmp_path, verify):
+    """Steps 1, 3 and 5 sample. By default only the first sync is checked, and this one is good."""
+    model = save_model(tmp_path / "model")
+    changes = {"verify_sync": verify, "max_steps": 6}
+
+    run = isolated(_train, model, str(tmp_path / "run"), changes, "model.layers.1.mlp.down_proj", False, False, 2)
+
+    if verify == "first":
+        assert "After sync 3 the engine's log-probs of the sync check prompt" in run["outcome"]
+        assert "the sync check runs again after the next sync" in run["warnings"][0]
+        assert run["steps"] == 4
+    else:  # control: nothing else would stop it
+        assert (run["outcome"], run["steps"]) == ("passed", 6)
 
 
 def test_a_healthy_run_passes_and_syncs_again_between_an_evaluation_and_the_next_rollout(tmp_path):

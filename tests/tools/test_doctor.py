@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 from conftest import make_model, make_tokenizer
 
-from qarl_trl import _compat, cli
+from qarl_trl import cli
+from qarl_trl._compat import versions
 from qarl_trl.rewards import last_boxed, math_reward
 from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, measure, rewards
 
@@ -149,13 +150,13 @@ def test_versions_inside_of_their_windows_are_one_line_without_development_tools
 
 
 def test_a_version_outside_of_its_window_fails(monkeypatch):
-    installed_version = _compat.installed_version
+    installed_version = versions.installed_version
 
     def with_another_trl(name):
         return "1.15.0" if name == "trl" else installed_version(name)
 
     # `machine` has a name of its own for the function, so its first line still shows the real version.
-    monkeypatch.setattr(_compat, "installed_version", with_another_trl)
+    monkeypatch.setattr(versions, "installed_version", with_another_trl)
 
     _, result = machine.compare_versions()
 
@@ -283,7 +284,7 @@ def test_conversational_rows_get_messages():
 )
 def test_the_verdict_follows_the_numbers(changes, quantize_learner, status, words):
     aligned = judge.Mismatch(floor=0.006, rollout_only=0.012, learner=0.0)
-    args = SimpleNamespace(quantize_learner=quantize_learner)
+    args = SimpleNamespace(quantize_learner=quantize_learner, has_low_bit_cache=False)
 
     result = judge.judge_mismatch(replace(aligned, **changes), args)
 
@@ -291,15 +292,25 @@ def test_the_verdict_follows_the_numbers(changes, quantize_learner, status, word
     assert words in result.text
 
 
+def test_an_unaligned_cache_is_named_as_the_reason():
+    mismatch = judge.Mismatch(floor=0.006, rollout_only=0.06, learner=0.05, weight_only=False)
+    args = SimpleNamespace(quantize_learner=True, has_low_bit_cache=True, aligned_cache=None)
+
+    assert judge.judge_mismatch(mismatch, args).text == "quantize_learner_kv: false leaves 8.3 times the floor"
+    # Control: what an aligned cache leaves has another reason.
+    args.aligned_cache = "fp8"
+    assert "quantize_learner_kv" not in judge.judge_mismatch(mismatch, args).text
+
+
 def thresholds_of_the_docs():
-    """Threshold and advice of each row of the table in docs/do_i_need_qarl.md."""
-    page = (DOCS / "do_i_need_qarl.md").read_text()
+    """Threshold and advice of each row of the table in docs/which_learner.md."""
+    page = (DOCS / "which_learner.md").read_text()
     table = page.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
 
     shown = []
     # Below the header and the line under it.
     for line in table.strip().splitlines()[2:]:
-        threshold, advice = line.split("|")[1:3]
+        threshold, advice = line.strip("|").split("|")
         shown.append((threshold.strip(), advice.strip().replace("`", "")))
     return shown
 
@@ -326,14 +337,19 @@ def test_the_advice_is_that_of_the_last_threshold_reached(rollout_only, row):
 
     assert result.status == OK
     assert rows[row]["advice"] in result.text
-    assert "docs/do_i_need_qarl.md" in result.text
+    assert "docs/which_learner.md" in result.text
 
 
 @pytest.mark.parametrize(("rollout_only", "status"), [(0.03, OK), (0.05, WARN), (0.93, WARN)])
 def test_a_run_whose_learner_is_far_from_its_engine_is_not_ok(monkeypatch, tmp_path, rollout_only, status):
     """0.93 nats per token were called "ok"."""
     args = SimpleNamespace(
-        quantize_learner=False, quantized=True, quant_name="W4A16", trust_remote_code=False, chat_template_kwargs=None
+        quantize_learner=False,
+        quantized=True,
+        quant_name="W4A16",
+        has_low_bit_cache=False,
+        trust_remote_code=False,
+        chat_template_kwargs=None,
     )
     measured = judge.Mismatch(floor=0.002, rollout_only=rollout_only, learner=rollout_only)
     monkeypatch.setattr(measure, "_why_not_measured", lambda *_: None)
@@ -347,10 +363,10 @@ def test_a_run_whose_learner_is_far_from_its_engine_is_not_ok(monkeypatch, tmp_p
         return {result.name: result.status for result in results}
 
     without = statuses()
-    assert (without["quantized rollout"], without["this run"], without["do I need QaRL?"]) == (status,) * 3
+    assert (without["quantized rollout"], without["this run"], without["which learner?"]) == (status,) * 3
 
     # Control: a bf16 learner is none of this run's.
     args.quantize_learner = True
     measured = judge.Mismatch(floor=0.002, rollout_only=rollout_only, learner=0.0)
     aligned = statuses()
-    assert (aligned["quantized rollout"], aligned["QaRL"], aligned["do I need QaRL?"]) == (OK,) * 3
+    assert (aligned["quantized rollout"], aligned["QaRL"], aligned["which learner?"]) == (OK,) * 3

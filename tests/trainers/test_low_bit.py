@@ -1,5 +1,6 @@
 """
-`qarl_trl.trainers.LowBitMixin` on other trainers of TRL, without an engine: one class and one config of a user's own.
+`qarl_trl.trainers.LowBitMixin` on other trainers of TRL, without an engine: those of this package, and DPO by a class
+and a config of a user's own.
 """
 
 from __future__ import annotations
@@ -11,18 +12,27 @@ import pytest
 import torch
 from datasets import Dataset
 from slow.toys import distinct_characters, prompts, save_model, stored_tensors
-from trl import DPOConfig, DPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
-from qarl_trl import LowBitConfig, LowBitMixin
-
-
-@dataclass
-class LowBitSFTConfig(LowBitConfig, SFTConfig):
-    pass
-
-
-class LowBitSFTTrainer(LowBitMixin, SFTTrainer):
-    pass
+from qarl_trl import (
+    LowBitConfig,
+    LowBitDistillationConfig,
+    LowBitDistillationTrainer,
+    LowBitMixin,
+    LowBitRLOOConfig,
+    LowBitRLOOTrainer,
+    LowBitSFTConfig,
+    LowBitSFTTrainer,
+)
 
 
 @dataclass
@@ -34,31 +44,30 @@ class LowBitDPOTrainer(LowBitMixin, DPOTrainer):
     pass
 
 
-@dataclass
-class LowBitRLOOConfig(LowBitConfig, RLOOConfig):
-    pass
-
-
-class LowBitRLOOTrainer(LowBitMixin, RLOOTrainer):
-    pass
-
-
-# Name of the trainer: stock class and config, ours, and arguments of either trainer besides model and settings.
+# Name of the trainer: stock class and config, ours.
 TRAINERS = {
     "sft": (SFTTrainer, SFTConfig, LowBitSFTTrainer, LowBitSFTConfig),
     "dpo": (DPOTrainer, DPOConfig, LowBitDPOTrainer, LowBitDPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig, LowBitRLOOTrainer, LowBitRLOOConfig),
+    "distillation": (
+        DistillationTrainer,
+        DistillationConfig,
+        LowBitDistillationTrainer,
+        LowBitDistillationConfig,
+    ),
 }
 NAMES = list(TRAINERS)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "teacher", layers=1, seed=1)
+    return save_model(folder / "model", layers=1)
 
 
-def data_of(name):
-    """Arguments of the trainer that hold its data."""
+def data_of(name, model):
+    """Arguments of the trainer besides model and settings."""
     if name == "sft":
         rows = [{"text": f"{number}+{number}={2 * number}#"} for number in range(40, 72)]
         return {"train_dataset": Dataset.from_list(rows)}
@@ -68,6 +77,8 @@ def data_of(name):
             for number in range(40, 72)
         ]
         return {"train_dataset": Dataset.from_list(rows)}
+    if name == "distillation":
+        return {"train_dataset": prompts(), "teacher_model": str(Path(model).with_name("teacher"))}
     return {"train_dataset": prompts(), "reward_funcs": distinct_characters}
 
 
@@ -87,13 +98,15 @@ def settings_of(name, folder: Path, **changes):
     }
     if name == "rloo":
         values |= {"num_generations": 2, "max_completion_length": 8}
+    if name == "distillation":
+        values |= {"max_completion_length": 8}
     return values | changes
 
 
 def make(name, model, folder, **changes):
     _, _, trainer_class, config_class = TRAINERS[name]
     args = config_class(**settings_of(name, folder, **changes))
-    return trainer_class(model=model, args=args, **data_of(name))
+    return trainer_class(model=model, args=args, **data_of(name, model))
 
 
 def weights(trainer):
@@ -108,7 +121,7 @@ def losses(trainer):
 def test_with_the_scheme_off_it_is_trls_trainer_bit_for_bit(model, tmp_path, name):
     stock_class, stock_config, _, _ = TRAINERS[name]
     args = stock_config(**settings_of(name, tmp_path / "stock"))
-    stock = stock_class(model=model, args=args, **data_of(name))
+    stock = stock_class(model=model, args=args, **data_of(name, model))
     stock.train()
 
     ours = make(name, model, tmp_path / "ours", quant_scheme="none")
@@ -146,6 +159,12 @@ def test_it_trains_on_low_bit_weights_and_saves_what_the_forward_used(model, tmp
     card = (tmp_path / "README.md").read_text()
     assert "The learner ran on weights quantized this way" in card
     assert ("trained by reinforcement learning" in card) == (name == "rloo")
+    assert ("distilled from `teacher`" in card) == (name == "distillation")
+    # The papers of TRL's trainers, and not QaRL's.
+    assert "gu2026qarl" not in card
+    assert ("agarwal2024on-policy" in card) == (name == "distillation")
+    assert f"- {name}\n" in card
+    assert "- qarl\n" not in card
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,7 +185,7 @@ def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, name):
 def test_a_config_without_the_low_bit_half_is_refused(model, tmp_path):
     args = SFTConfig(**settings_of("sft", tmp_path))
     with pytest.raises(TypeError, match="must be a config with LowBitConfig"):
-        LowBitSFTTrainer(model=model, args=args, **data_of("sft"))
+        LowBitSFTTrainer(model=model, args=args, **data_of("sft", model))
 
 
 def test_the_low_bit_half_alone_is_no_config():

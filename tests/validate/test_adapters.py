@@ -56,6 +56,8 @@ def test_adapters_that_cannot_be_aligned_are_refused_before_a_model_loads(tmp_pa
         QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path), peft_config=lora(**changes))
     for word in words:
         assert word in str(error.value)
+    # Advice about a setting that is not the cause would mislead.
+    assert ("TRL's ModelConfig has 0.05" in str(error.value)) == ("lora_dropout" in changes)
 
     # Control: without quantization it is TRL's own business.
     without_quantization = config(tmp_path, quant_scheme="none")

@@ -77,3 +77,30 @@ def test_an_export_does_not_overwrite_the_base_that_it_reads(model, tmp_path, ca
         assert f"output='{output}' must not be the folder of the model" in capsys.readouterr().err
 
     assert content(tmp_path) == before
+
+
+NO_INDEX = ["", "{", "[]", "null", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": {"a": 3}}']
+
+
+@pytest.mark.parametrize("text", [*NO_INDEX, '{"weight_map": {"a": "../../other/model.safetensors"}}'])
+def test_an_index_of_weights_that_is_none_is_refused(tmp_path, text):
+    """transformers and vLLM would fail in it, or read files of another folder."""
+    model = save_model(tmp_path / "model", layers=1)
+    args = config(tmp_path / "run")
+    check_folders(model, args)  # control
+
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
+
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json (cannot be read|must have weight_map)"):
+        check_folders(model, args)
+
+
+def test_an_index_whose_files_are_not_there_is_refused(tmp_path):
+    model = save_model(tmp_path / "model", layers=1)
+    index = {"weight_map": {"a": "part-1.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_folders(model, config(tmp_path / "run"))  # control: transformers reads the one file
+
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"names \['part-1.safetensors'\], which are not there"):
+        check_folders(model, config(tmp_path / "run"))

@@ -5,6 +5,7 @@ from configs import config
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
 
+from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.trainers.low_bit import quantize_policy
 from qarl_trl.validate import check_arguments, check_run, config_of
 from qarl_trl.validate.layers import check_layers
@@ -100,6 +101,28 @@ def test_the_layers_of_each_model_are_checked_at_the_start_of_a_run(tmp_path):
     # Controls.
     check_run_of(model, tmp_path, quant_group_size=64)
     check_run_of(model, tmp_path, quant_scheme="none")
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "unused"),
+    [
+        ("qwen3", r"re:.*q_porj$", True),
+        ("qwen3", "model.layers.0.self_attn.q_proj", False),
+        ("qwen3", r"re:.*q_proj$", False),
+        ("qwen3_moe", r"re:.*experts\.\d+\.up_porj$", True),
+        ("qwen3_moe", r"re:.*mlp\.experts\..*", False),
+    ],
+)
+def test_an_ignored_name_that_matches_nothing_is_said(tmp_path, caplog, tiny_model, kind, pattern, unused):
+    """The layer that was to stay would be quantized. The default's names of routers are for all models."""
+    tiny_model(kind, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    args = config(tmp_path / "run", quant_ignore=[*DEFAULT_IGNORE, pattern])
+
+    check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, None)
+
+    said = [record.message for record in caplog.records if "match no module" in record.message]
+    assert len(said) == unused
+    assert not unused or str([pattern]) in said[0]
 
 
 def test_matrices_that_are_no_linear_layers_are_named(tmp_path):

@@ -1,9 +1,11 @@
 """`qarl_trl.validate.placement`: devices and shards that low-bit layers do not work with."""
 
+import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from accelerate.state import AcceleratorState
 from configs import config
 from peft import LoraConfig
 
@@ -85,6 +87,31 @@ def test_a_frozen_base_has_no_shards_but_those_of_fsdp2(tmp_path, monkeypatch, s
 
     with refusal(words):
         check_arguments("model", args, adapter)
+
+
+@pytest.mark.parametrize(("processes", "words"), [(2, r"FSDP2 needs GPUs.*DDP.*torchrun"), (1, None)])
+def test_shards_of_several_cpus_are_refused(tmp_path, monkeypatch, processes, words):
+    """One process has nothing to shard."""
+    args = config(tmp_path)
+    launch(monkeypatch, args, "2")
+    monkeypatch.setattr(type(args), "world_size", processes)
+
+    with refusal(words):
+        check_arguments("org/model", args, {})
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
+    check_arguments("org/model", args, {})  # control: DDP
+
+
+def test_accelerate_still_ignores_shards_on_cpus():
+    """Why they are refused. If this fails, accelerate shards on CPUs, and the refusal can go."""
+    source = inspect.getsource(AcceleratorState.__init__)
+    begin = source.index("DistributedType.MULTI_GPU,")
+    kinds = source[begin : source.index("]", begin)]
+
+    assert "DistributedType.FSDP" in source
+    assert "MULTI_XPU" in kinds
+    assert "MULTI_CPU" not in kinds
 
 
 @pytest.mark.parametrize("sharding", ["2", "zero3"])

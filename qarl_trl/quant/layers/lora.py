@@ -186,9 +186,12 @@ def check_lora_config(config: Any) -> None:
         )
     if changed:
         settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
+        advice = "Leave it out."
+        if "lora_dropout" in changed:
+            advice = "Leave it out (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
         raise ValueError(
             f"The adapter sets {settings}, so the learner's layer would differ from the engine's weight Q(W + s B A). "
-            "Leave it out (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
+            f"{advice}"
         )
 
 

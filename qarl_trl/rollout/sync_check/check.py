@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...quant.layers.experts import expert_modules, num_experts
 from .learner_logps import LearnerLogps
 from .verdict import (
+    RESOLUTION,
     USUAL,
     USUAL_OF_WEIGHT_ONLY_EXPERTS,
     Anchor,
@@ -32,6 +33,9 @@ from .verdict import (
 EngineLogps = Callable[[Sequence[int]], Tensor]
 
 logger = get_logger(__name__)
+
+# A mismatch of rollouts so many times that of the last check is checked again.
+RISEN = 3.0
 
 
 def usual_mismatch(model: nn.Module) -> float:
@@ -63,6 +67,8 @@ class SyncCheck:
         gather: Collects the rows `(1, 4)` of all processes, so that they stop together.
         report: Logs a metric by name and value.
         usual: Mismatch that always passes, in noise floors, from [`usual_mismatch`].
+        watched: Mismatch of rollouts when the check last ran, in nats per token; `None` before the first rollout.
+        asked: Whether the next sync is checked whatever `every` says.
         before: The engine's log-probs before its first sync, `(T - 1,)` float32; `None` if it may hold weights of an
             earlier run.
         anchor: What the next check compares with; `None` before the first check.
@@ -74,6 +80,8 @@ class SyncCheck:
     gather: Callable[[Tensor], Tensor]
     report: Callable[[str, float], None]
     usual: float = USUAL
+    watched: float | None = None
+    asked: bool = False
     before: Tensor | None = None
     anchor: Anchor | None = None
 
@@ -93,9 +101,32 @@ class SyncCheck:
         Args:
             syncs: The number of syncs so far.
         """
+        if self.asked:
+            return True
         if self.every == "first":
             return syncs == 1
         return (syncs - 1) % int(self.every) == 0
+
+    def watch(self, mismatch: float) -> None:
+        """
+        Ask for a check after the next sync if the mismatch of rollouts has grown `RISEN`-fold since the last one.
+
+        A fault may show only when weights have moved: at the first sync an engine that has one copy of a weight is
+        equal to a learner that has two.
+
+        Args:
+            mismatch: Of a rollout batch, over all processes: mean absolute log-prob difference in nats per token.
+        """
+        if self.watched is None:
+            self.watched = mismatch
+        elif mismatch > RISEN * max(self.watched, RESOLUTION):
+            logger.warning(
+                f"The mismatch between engine and learner rose from {self.watched:.2g} to {mismatch:.2g} nats per "
+                "token: the sync check runs again after the next sync."
+            )
+            # So a mismatch that goes on growing is checked at each multiple.
+            self.watched = mismatch
+            self.asked = True
 
     def check(self, engine_logps: EngineLogps, syncs: int) -> Reading:
         """
@@ -111,6 +142,7 @@ class SyncCheck:
         Raises:
             RuntimeError: in all processes if the engine of any is wrong or stale.
         """
+        self.asked = False
         learner = self.score()
 
         failure: Exception | None = None

@@ -32,6 +32,20 @@ def choose_master_port() -> None:
     os.environ.setdefault("MASTER_PORT", str(get_open_port()))
 
 
+def keep_learner_eager() -> None:
+    """
+    Let the learner run its model as it is, where the engine runs the same class of transformers.
+
+    For families without a class of its own (OLMo-2, StarCoder2, SmolLM3) vLLM prepares transformers' class for its
+    compiler, in place. That class then asks each of its models whether to compile it, and the learner's, which is
+    older than the engine, has no answer. A model that is loaded later in this process still fails.
+    """
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    # The base class that vLLM adds. An engine's own model has its own answer.
+    TorchCompileWithNoGuardsWrapper.do_not_compile = True
+
+
 @contextmanager
 def llm_arguments(built: Callable[[Any], None], /, **extra: Any) -> Iterator[None]:
     """

@@ -33,7 +33,7 @@ class Mismatch:
         floor: bf16 engine and bf16 learner. Only their kernels differ, so it is called the kernel floor.
         rollout_only: Low-bit engine and bf16 learner.
         learner: Low-bit engine and the learner of the run.
-        weight_only: Whether the scheme leaves activations alone.
+        weight_only: Whether scheme and cache leave activations alone.
     """
 
     floor: float
@@ -57,6 +57,8 @@ def judge_mismatch(mismatch: Mismatch, args: QaRLConfig) -> CheckResult:
     times = f"{mismatch.learner / max(mismatch.floor, SMALLEST_FLOOR):.1f} times the floor"
     if not args.quantize_learner:
         return CheckResult(WARN, name, f"quantize_learner: false leaves {times}")
+    if args.has_low_bit_cache and args.aligned_cache is None:
+        return CheckResult(WARN, name, f"quantize_learner_kv: false leaves {times}")
 
     hardly_nearer = mismatch.learner > HARDLY_NEARER * mismatch.rollout_only
     comparable = mismatch.rollout_only > ABOVE_FLOOR * mismatch.floor
@@ -79,7 +81,7 @@ def judge_mismatch(mismatch: Mismatch, args: QaRLConfig) -> CheckResult:
 
 def advise_on_qarl(rollout_only: float, quantize_learner: bool) -> CheckResult:
     """
-    The advice of docs/do_i_need_qarl.md, from the table that the page shows.
+    The advice of docs/which_learner.md, from the table that the page shows.
 
     Args:
         rollout_only: The mismatch between a low-bit engine and a bf16 learner, nats per token.
@@ -88,14 +90,14 @@ def advise_on_qarl(rollout_only: float, quantize_learner: bool) -> CheckResult:
     rows = _rule()
     # The thresholds rise, so the last row that the mismatch reaches holds.
     reached = [row["advice"] for row in rows if rollout_only >= row["from"]]
-    text = f"at {rollout_only:.2g} nats per token: {reached[-1]} (docs/do_i_need_qarl.md)"
+    text = f"at {rollout_only:.2g} nats per token: {reached[-1]} (docs/which_learner.md)"
     status = OK if quantize_learner else status_of(rollout_only)
-    return CheckResult(status, "do I need QaRL?", text)
+    return CheckResult(status, "which learner?", text)
 
 
 def status_of(mismatch: float) -> str:
     """
-    `WARN` for a mismatch that reaches the last threshold of docs/do_i_need_qarl.md, whose arms went apart, else `OK`.
+    `WARN` for a mismatch that reaches the last threshold of docs/which_learner.md, whose arms went apart, else `OK`.
 
     Args:
         mismatch: Between the engine and the learner of a run, nats per token.

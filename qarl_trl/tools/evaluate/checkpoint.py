@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationConfig
@@ -11,8 +10,9 @@ from transformers import PretrainedConfig
 
 from ...export import files
 from ...export.card import scheme_name
-from ...export.tensors import check_tensors
+from ...export.tensors import Checked, check_tensors
 from ...quant.scheme import describe_scheme
+from ...quant.source import weight_map
 from ...rollout.cpu_support import check_engine_cpu
 from ...rollout.vllm.platform import is_cpu_engine
 
@@ -77,15 +77,15 @@ def check_complete(folder: Path) -> None:
     stored = files.tensor_shapes(folder)
     listed: dict[str, str] = {}
     if index.is_file():
-        listed = json.loads(index.read_text())["weight_map"]
+        listed = weight_map(index)
     # A download that was broken off leaves whole files out; vLLM reads those that are there.
     missing = sorted(listed.keys() - stored)
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of {index.name} ({missing[0]}). Download it again.")
 
-    reason = check_tensors(folder)
-    if reason is not None:
-        print(f"{folder}: its tensors are not checked for missing ones, because {reason}")
+    check = check_tensors(folder)
+    if check.checked in (Checked.STORED_LAYERS, Checked.NOTHING):
+        print(f"{folder}: its tensors are not checked for missing ones, because {check.reason}")
 
 
 def precision(config: PretrainedConfig) -> str:

@@ -31,11 +31,15 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     # Late imports, so that `--help` and a wrong option need not wait for them. Cheap checks come first.
     from transformers import AutoConfig, AutoTokenizer
 
+    from ...rewards import load_rewards
     from .checkpoint import check_complete, find_checkpoint, precision
+    from .grade import reward_names, try_rewards
     from .sample import start_engine
     from .suites import find_suites
 
     suites = find_suites(options.suite)
+    rewards = load_rewards(options.reward_funcs)
+    reward_names(rewards)  # refuses two of one name
     params = _sampling_params(options)
 
     folder, adapter = find_checkpoint(options.model)
@@ -49,15 +53,19 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     head = _head(options, described)
 
     problems = _load_problems(suites, tokenizer, options)
+    try_rewards(rewards, next(iter(problems.values()))[0])
     # A folder that cannot be written must not be found out after hours of sampling.
     output = _output_folder(options)
 
-    settings = {"seed": options.seed} | options.engine_kwargs
+    settings: dict[str, Any] = {"seed": options.seed}
+    if options.vllm_gpu_memory_utilization is not None:
+        settings["gpu_memory_utilization"] = options.vllm_gpu_memory_utilization
+    settings |= options.engine_kwargs
     # It comes last, since a smaller length would cut completions off. vLLM refuses more than the model's maximum.
     settings["max_model_len"] = _longest_prompt(problems) + options.max_new_tokens
     engine = start_engine(folder, adapter, **settings)
     # The command line prints errors up to here in one line, and those of the function with their traceback.
-    return lambda: evaluate(engine, params, problems, output, head, options)
+    return lambda: evaluate(engine, params, problems, rewards, output, head, options)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -80,9 +88,24 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max_new_tokens", type=int, default=16384, help="completion token limit (default: 16384, paper Table 2)")
     add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     add("--limit", type=int, help="number of problems from the start of each suite (default: all)")
+    add(
+        "--reward_funcs",
+        nargs="+",
+        default=["math_reward"],
+        help="math_reward, or import paths (default: math_reward)",
+    )
+    add("--conversational", type=switch, help="prompts as chat messages (default: true with a chat template)")
+    add("--problem_column", help="column of the problems (default: problem, question or prompt)")
+    add("--answer_column", help="column of the answers (default: answer, ...)")
     add("--prompt_template", help="text around {problem} (default: none, as in the recipes)")
     add("--system_prompt", help="system message (default: none, as in the recipes)")
     add("--chat_template_kwargs", type=json_object, default={}, help="arguments of the chat template, JSON")
+    add(
+        "--vllm_gpu_memory_utilization",
+        type=float,
+        help="share of the memory for model and cache (default: vLLM's 0.92 on a GPU; on a CPU the cache has "
+        "VLLM_CPU_KVCACHE_SPACE or 4 GiB)",
+    )
     add("--engine_kwargs", type=json_object, default={}, help="arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'")
     add("--output_dir", help="new folder for results.json and completions.jsonl (default: runs/eval/<model>-<time>)")
     return parser
@@ -102,6 +125,22 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
     return value
+
+
+def switch(text: str) -> bool:
+    """
+    The type of an option that is true or false, in the words of a recipe.
+
+    Args:
+        text: What the user wrote.
+
+    Raises:
+        ArgumentTypeError: for any other word.
+    """
+    # Late: the import takes a second, and `--help` does not need it.
+    from transformers.hf_argparser import string_to_bool
+
+    return string_to_bool(text)
 
 
 # Checks before the engine starts ------------------------------------------------------------------------------------
@@ -125,7 +164,7 @@ def _sampling_params(options: argparse.Namespace) -> Any:
 
 def _head(options: argparse.Namespace, described: str) -> dict[str, Any]:
     """What the results begin with. Options may hold secrets, such as a token for the engine."""
-    from ..._compat import installed_version
+    from ..._compat.versions import installed_version
     from ...redact import redact
 
     return {
@@ -140,6 +179,7 @@ def _load_problems(
     suites: Mapping[str, tuple[str, str, str | None]], tokenizer: Any, options: argparse.Namespace
 ) -> dict[str, list[dict[str, Any]]]:
     """The problems of each suite."""
+    from .grade import MATH_REWARD
     from .suites import load_problems
 
     problems = {}
@@ -150,6 +190,10 @@ def _load_problems(
             config_name,
             tokenizer,
             template_kwargs=options.chat_template_kwargs,
+            conversational=options.conversational,
+            needs_math=options.reward_funcs == [MATH_REWARD],
+            problem_column=options.problem_column,
+            answer_column=options.answer_column,
             prompt_template=options.prompt_template,
             system_prompt=options.system_prompt,
             max_samples=options.limit,
@@ -182,7 +226,13 @@ def _output_folder(options: argparse.Namespace) -> Path:
 
 
 def evaluate(
-    engine: Any, params: Any, problems: dict[str, list[dict]], output: Path, head: dict, options: argparse.Namespace
+    engine: Any,
+    params: Any,
+    problems: dict[str, list[dict]],
+    reward_funcs: Sequence[Callable[..., Any]],
+    output: Path,
+    head: dict,
+    options: argparse.Namespace,
 ) -> None:
     """
     Sample, grade, write `completions.jsonl` and `results.json`, and print the table.
@@ -191,42 +241,39 @@ def evaluate(
         engine: A `vllm.LLM`.
         params: `vllm.SamplingParams` without a seed.
         problems: The problems of each suite, from [`~qarl_trl.tools.evaluate.suites.load_problems`].
+        reward_funcs: The functions that grade.
         output: The folder to write into.
         head: What `results.json` begins with: `model`, `precision` and more.
         options: The options of the command.
     """
+    from .grade import grade, reward_names
     from .sample import sample
     from .score import summarize, table
 
-    rewards: dict[str, list[list[Any]]] = {}
+    names = reward_names(reward_funcs)
+    rewards: dict[str, dict[str, list[list[Any]]]] = {}
     figures: dict[str, dict[str, float]] = {}
     with (output / "completions.jsonl").open("w") as file:
-        for name, rows in problems.items():
-            print(f"{name}: {len(rows)} problems, {options.k} completions each", flush=True)
+        for suite_name, rows in problems.items():
+            print(f"{suite_name}: {len(rows)} problems, {options.k} completions each", flush=True)
             answers = sample(engine, rows, params, options.seed)
 
-            rewards[name] = []
+            rewards[suite_name] = {name: [] for name in names}
             for problem, completions in zip(rows, answers, strict=True):
-                graded = _grade(problem, completions)
-                rewards[name].append(graded)
+                graded = {}
+                for name, reward in zip(names, reward_funcs, strict=True):
+                    graded[name] = grade(reward, problem, completions)
+                    rewards[suite_name][name].append(graded[name])
                 # One line a problem, so that a broken evaluation leaves what it has graded.
-                row = {"suite": name, **problem, "completions": completions, "rewards": graded}
+                row = {"suite": suite_name, **problem, "completions": completions, "rewards": graded}
                 file.write(json.dumps(row) + "\n")
-            figures[name] = _figures(answers)
+            figures[suite_name] = _figures(answers)
 
-    summary = summarize(rewards, options.pass_at)
-    for name, suite in summary["suites"].items():
-        suite |= figures[name]
+    summary = summarize(rewards, options.k, options.pass_at)
+    for suite_name, suite in summary["suites"].items():
+        suite |= figures[suite_name]
     (output / "results.json").write_text(json.dumps(head | summary, indent=2) + "\n")
     print(f"\n{head['model']}: {head['precision']}\n\n{table(summary)}\n\nwritten to {output / 'results.json'}")
-
-
-def _grade(problem: Mapping[str, Any], completions: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The reward of each completion. None is `None`, since problems without a readable answer are left out."""
-    from ...rewards import math_reward
-
-    texts = [completion["text"] for completion in completions]
-    return math_reward(texts, [problem["answer"]] * len(texts))
 
 
 def _figures(answers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,13 @@ from ...cpu_exact.arithmetic import choose_arithmetic
 from ...export.files import tensor_shapes
 from ...rollout.vllm.adapters import lora_settings, sample_with
 from ...rollout.vllm.platform import is_cpu_engine
+
+
+# The cache of keys and values of an engine on a CPU, if nothing says how large it is: 16,384 tokens of a model of 8B
+# parameters need 2.3 GiB.
+CPU_CACHE_GIB = 4
+# The arguments of `vllm.LLM` by which the user decides it.
+MEMORY_SETTINGS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
 
 
 def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any) -> Any:
@@ -26,6 +33,7 @@ def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any
     defaults: dict[str, Any] = {"dtype": "bfloat16"}
     if is_cpu_engine():
         choose_arithmetic()
+        defaults |= cpu_cache(settings)
         # Compiled code rounds at other points.
         defaults["enforce_eager"] = True
         # vLLM 0.31 rewinds a seeded generator if a prompt is split over two steps; a CPU generator cannot do that.
@@ -41,6 +49,25 @@ def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any
     engine = LLM(str(model), **defaults | settings)
     sample_with(engine, adapter)
     return engine
+
+
+def cpu_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The size of a CPU engine's cache of keys and values, as an argument of `vllm.LLM`.
+
+    By default vLLM takes 92 % of the machine's memory for model and cache, and refuses to start if others use more
+    than the rest.
+
+    Args:
+        settings: The user's arguments of `vllm.LLM`.
+
+    Returns:
+        A size in bytes; nothing if the user gives one, or a share of the memory.
+    """
+    # `VLLM_CPU_KVCACHE_SPACE` becomes this argument inside of vLLM.
+    if "VLLM_CPU_KVCACHE_SPACE" in os.environ or MEMORY_SETTINGS & settings.keys():
+        return {}
+    return {"kv_cache_memory_bytes": CPU_CACHE_GIB * 2**30}
 
 
 def generate(engine: Any, prompts: Sequence[Sequence[int]], params: Any, seed: int) -> list[Any]:
@@ -92,8 +119,8 @@ def sample(engine: Any, problems: Sequence[dict[str, Any]], params: Any, seed: i
         seed: The seed of the evaluation.
 
     Returns:
-        For each problem its completions: `text` without special tokens, the number of `tokens`, and whether the length
-        limit `cut_off` the completion.
+        For each problem its completions: `text` without special tokens, its `token_ids`, the number of `tokens`, and
+        whether the length limit `cut_off` the completion.
 
     Raises:
         RuntimeError: if a completion ends for a reason other than a stop or the length limit.
@@ -112,4 +139,9 @@ def _completion(answer: Any) -> dict[str, Any]:
     # An aborted completion is neither right nor wrong: scored, it would lower the result in silence.
     if answer.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM's finish_reason must be 'stop' or 'length', got {answer.finish_reason!r}.")
-    return {"text": answer.text, "tokens": len(answer.token_ids), "cut_off": answer.finish_reason == "length"}
+    return {
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "tokens": len(answer.token_ids),
+        "cut_off": answer.finish_reason == "length",
+    }

@@ -62,7 +62,15 @@ def _find_suite(entry: str) -> tuple[str, tuple[str, str, str | None]]:
 
 
 def load_problems(
-    source: str, split: str, config_name: str | None, tokenizer: Any, template_kwargs: dict[str, Any], **settings: Any
+    source: str,
+    split: str,
+    config_name: str | None,
+    tokenizer: Any,
+    template_kwargs: dict[str, Any],
+    *,
+    conversational: bool | None = None,
+    needs_math: bool = True,
+    **settings: Any,
 ) -> list[dict[str, Any]]:
     """
     Load the problems of a suite, prompted as in training, without those whose reference math-verify cannot read.
@@ -71,30 +79,40 @@ def load_problems(
         source: Hub id or file.
         split: Split of the data set.
         config_name: Its configuration on the Hub.
-        tokenizer: Its chat template, if any, is applied.
+        tokenizer: Its chat template is applied to chat messages.
         template_kwargs: Arguments of the chat template.
+        conversational: Whether prompts are chat messages, or text; `None`: messages if there is a chat template.
+        needs_math: Whether math-verify must read the references; `False` for rewards that read them otherwise.
         settings: Other arguments of [`~qarl_trl.data.load_math_dataset`].
 
     Returns:
-        For each problem `prompt_ids`, the `prompt` as text, and the reference `answer`.
+        For each problem the `messages` (or the text) of the prompt, its `prompt_ids`, the `prompt` as the engine gets
+        it, and the reference `answer`.
 
     Raises:
         ConnectionError: if the Hub cannot be reached.
-        ValueError: if there is no row or no readable answer.
+        ValueError: if there is no row or no readable answer, or for chat messages without a chat template or with one
+            that fails.
     """
-    has_template = tokenizer.chat_template is not None
-    rows = load_math_dataset(source, split, config_name=config_name, conversational=has_template, **settings)
+    if conversational is None:
+        conversational = tokenizer.chat_template is not None
+    if conversational and tokenizer.chat_template is None:
+        raise ValueError("--conversational true needs a chat template, and the tokenizer of the model has none.")
+
+    rows = load_math_dataset(source, split, config_name=config_name, conversational=conversational, **settings)
     prompts = rows["prompt"][:]
     answers = rows["answer"][:]
-    # The completion does not matter here: None says that the reference cannot be read.
-    rewards = math_reward([""] * len(answers), answers)
+    readable = [True] * len(answers)
+    if needs_math:
+        # A problem whose reference cannot be read would count as wrong, whatever the answer. The completion does not
+        # matter here: None says that the reference cannot be read.
+        readable = [reward is not None for reward in math_reward([""] * len(answers), answers)]
 
     problems = []
-    # A problem whose reference cannot be read would count as wrong, whatever the answer.
-    for prompt, answer, reward in zip(prompts, answers, rewards, strict=True):
-        if reward is not None:
+    for prompt, answer, counts in zip(prompts, answers, readable, strict=True):
+        if counts:
             ids = _tokenize(tokenizer, prompt, template_kwargs)
-            problems.append({"prompt_ids": ids, "prompt": tokenizer.decode(ids), "answer": answer})
+            problems.append({"prompt_ids": ids, "prompt": tokenizer.decode(ids), "messages": prompt, "answer": answer})
 
     if not problems:
         raise ValueError(f"math-verify can read none of the {len(answers)} answers of {source}.")
@@ -104,10 +122,17 @@ def load_problems(
 def _tokenize(tokenizer: Any, prompt: Any, template_kwargs: dict[str, Any]) -> list[int]:
     """The token ids of a prompt, as TRL's trainer makes them for its engine."""
     # As for a base model: the problem is completed as plain text.
-    if tokenizer.chat_template is None:
+    if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
 
-    tokenized = tokenizer.apply_chat_template(
-        prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-    )
+    try:
+        tokenized = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
+        )
+    except Exception as error:  # any error of a template
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"The chat template cannot render the prompt {prompt}: {type(error).__name__}: {reason} (For prompts as "
+            "text give --conversational false.)"
+        ) from error
     return tokenized["input_ids"]

@@ -101,10 +101,10 @@ def read_run(folder: Path, name: str) -> LoggedRun:
         name: What to call the run.
 
     Raises:
-        ValueError: if it has none, or an empty one.
+        ValueError: if it has none, an empty one, or a file that is no log.
     """
     files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
-    logs = [json.loads(file.read_text())["log_history"] for file in files]
+    logs = [_read_log(file) for file in files]
     if not logs:
         raise ValueError(f"{folder} is not a run: no trainer_state.json (`trainer.save_state()`), no checkpoint-*/.")
 
@@ -113,3 +113,23 @@ def read_run(folder: Path, name: str) -> LoggedRun:
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
     return LoggedRun(name, log)
+
+
+def _read_log(file: Path) -> list[dict[str, Any]]:
+    """The rows in a `trainer_state.json`, each of which must have its step."""
+    try:
+        state = json.loads(file.read_text())
+    except ValueError as error:  # bytes that are no text, too
+        raise ValueError(f"{file} must be JSON, as the Trainer writes it: {error}.") from error
+
+    log = state.get("log_history") if isinstance(state, dict) else None
+    rows: list[Any] = log if isinstance(log, list) else [None]
+    if not all(_has_step(row) for row in rows):
+        raise ValueError(f"{file} must have log_history, a list of rows that each have a step, as the Trainer writes.")
+    return rows
+
+
+def _has_step(row: Any) -> bool:
+    """Whether a row of a log has a number for its step."""
+    step = row.get("step") if isinstance(row, dict) else None
+    return isinstance(step, int | float) and math.isfinite(step)

@@ -56,6 +56,31 @@ def test_which_syncs_are_checked(every, due):
     assert [number for number in range(1, 8) if check.due(number)] == due
 
 
+@pytest.mark.parametrize(
+    ("mismatches", "asks"),
+    [
+        ([0.01, 0.02, 0.029], [False, False, False]),
+        ([0.01, 0.031], [False, True]),
+        ([0.01, 0.04, 0.05, 0.13], [False, True, False, True]),  # each multiple once
+        ([1e-7, 2.9e-4, 4e-4], [False, False, True]),  # rounding alone
+        ([0.2, 0.01, 0.1], [False, False, False]),
+    ],
+)
+def test_a_risen_mismatch_of_rollouts_asks_for_a_check(case, mismatches, asks):
+    """A fault may show only when weights have moved, and by default only the first sync is checked."""
+    check, _ = sync_check([case.plain] * len(asks), "first")
+
+    asked = []
+    for number, mismatch in enumerate(mismatches, start=2):
+        check.watch(mismatch)
+        asked.append(check.due(number))
+        if asked[-1]:
+            check.check(lambda ids: case.plain, number)
+            assert not check.due(number + 1)
+
+    assert asked == asks
+
+
 def test_the_first_logp_diff_of_the_run_is_what_later_ones_may_grow_from(case):
     """Kernels eight times as far apart as rounding pass for ever; those that get worse do not."""
     apart = [case.plain + noise(8) for _ in range(4)]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from qarl_trl import cli
 from qarl_trl.export.files import name_base
 from qarl_trl.tools.evaluate import sample
 from qarl_trl.tools.evaluate.checkpoint import check_complete
+from qarl_trl.tools.evaluate.grade import grade
 
 
 SECRET = "hf_thisIsASecret"
@@ -83,6 +85,9 @@ def stopped(capsys, *argv):
         (["--k", "4", "--temperature", "0"], "greedy"),  # vLLM's words
         (["--pass_at", "1", "8"], "--pass_at"),
         (["--engine_kwargs", "[1]"], "--engine_kwargs"),
+        (["--conversational", "perhaps"], "--conversational"),
+        (["--reward_funcs", "no_such_module.reward"], "reward_funcs"),
+        (["--reward_funcs", "math_reward", "math_reward"], "different names"),
     ],
 )
 def test_wrong_options_are_one_line(capsys, argv, field):
@@ -214,7 +219,85 @@ def test_completions_are_written_with_their_prompts_and_rewards(models, sums, en
     lines = (tmp_path / "out" / "completions.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert [row["prompt"] for row in rows] == ["0+0=", "1+1=", "2+2="]
-    assert [row["rewards"] for row in rows] == [[1.0, 1.0, 0.0, 0.0]] * 3
+    assert [row["rewards"] for row in rows] == [{"math_reward": [1.0, 1.0, 0.0, 0.0]}] * 3
+
+
+REWARDS = """
+def answer_length(completions, prompts, completion_ids, answer, **kwargs):
+    assert all(isinstance(text, str) for text in [*completions, *prompts])
+    return [len(ids) / 10 for ids in completion_ids]
+
+
+async def digits(completions, **kwargs):
+    return [float(any(character.isdigit() for character in text)) for text in completions]
+
+
+def needs_the_trainer(completions, trainer_state, **kwargs):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def own_rewards(tmp_path, monkeypatch):
+    """A module of reward functions in the current folder."""
+    (tmp_path / "rewards_of_a_user.py").write_text(REWARDS)
+    monkeypatch.delitem(sys.modules, "rewards_of_a_user", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_rewards_of_the_user_grade(models, sums, engine_calls, tmp_path, own_rewards):
+    """Beside `math_reward`, and also async ones. Two of four answers are right, the others three times as long."""
+    names = ["math_reward", "rewards_of_a_user.answer_length", "rewards_of_a_user.digits"]
+
+    evaluate(models / "w4a16", sums, "--reward_funcs", *names)
+
+    scores = json.loads((tmp_path / "out" / "results.json").read_text())["suites"]["sums"]
+    assert scores["math_reward avg@4"]["value"] == scores["digits avg@4"]["value"] == 0.5
+    assert scores["answer_length mean@4"]["value"] == 2.0
+    row = json.loads((tmp_path / "out" / "completions.jsonl").read_text().splitlines()[0])
+    assert row["rewards"]["answer_length"] == [1.0, 1.0, 3.0, 3.0]
+
+
+def test_a_reward_that_cannot_be_called_is_refused_before_the_engine(capsys, models, sums, own_rewards):
+    argv = [str(models / "w4a16"), "--suite", sums, "--reward_funcs", "rewards_of_a_user.needs_the_trainer"]
+
+    line = stopped(capsys, *argv)
+
+    assert "'needs_the_trainer' fails on an empty answer: TypeError" in line
+
+
+def test_a_chat_prompt_has_a_chat_message_for_an_answer():
+    """As TRL gives it to rewards."""
+    seen = []
+
+    def reward(completions, **kwargs):
+        seen.extend(completions)
+        return [None, float("nan")]
+
+    problem = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
+    answers = [{"text": "2", "token_ids": [3]}, {"text": "3", "token_ids": [4]}]
+
+    assert grade(reward, problem, answers) == [None, None]
+    assert seen == [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]]
+    with pytest.raises(ValueError, match="must give 1 rewards, got 2"):
+        grade(reward, problem, answers[:1])
+
+
+def test_a_cpu_engine_does_not_ask_for_the_whole_machine(monkeypatch):
+    """vLLM's default is 92 % of the memory, whatever others use."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert sample.cpu_cache({}) == {"kv_cache_memory_bytes": 4 * 2**30}
+
+    # What the user says counts.
+    assert sample.cpu_cache({"gpu_memory_utilization": 0.2}) == {}
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    assert sample.cpu_cache({}) == {}
+
+
+def test_the_share_of_memory_reaches_the_engine(models, sums, engine_calls):
+    evaluate(models / "w4a16", sums, "--vllm_gpu_memory_utilization", "0.3")
+
+    assert engine_calls.settings["gpu_memory_utilization"] == 0.3
 
 
 def test_each_prompt_has_its_own_seed(models, sums, engine_calls):

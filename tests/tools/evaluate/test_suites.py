@@ -5,7 +5,9 @@ import json
 import pytest
 from conftest import make_tokenizer
 
+from qarl_trl.tools.evaluate.command import _load_problems, make_parser
 from qarl_trl.tools.evaluate.suites import MATH, SUITES, find_suites, load_problems
+from qarl_trl.train import QaRLScriptArguments, load_datasets
 
 
 ROWS = [{"problem": "1 + 1 =", "answer": "2"}, {"problem": "2 + 2 =", "answer": "4"}]
@@ -59,23 +61,67 @@ def prompt_ids_of_trl(tokenizer, template_kwargs, rows):
     return trainer._tokenize_prompts(rows["prompt"][:])[0]
 
 
-@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["text", "chat"])
-def test_prompts_are_those_of_the_trainer(tmp_path, template):
-    """Against TRL's own tokenization, with a chat template and without."""
-    from qarl_trl.data import load_math_dataset
+CONVERSATION = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "1 + 1 ="},
+]
+# Of a recipe: what it says about prompts, by its fields.
+RECIPES = {
+    "text": {"conversational": False},
+    "text with a template": {"conversational": False, "prompt_template": "{problem} #"},
+    "chat": {},
+    "chat with a template": {"prompt_template": "{problem} #"},
+    "system": {"system_prompt": "Think."},
+    "template's arguments": {"chat_template_kwargs": {"think": True}},
+    "other columns": {"problem_column": "task", "answer_column": "result"},
+    "messages": {"problem_column": "messages"},
+    "messages as text": {"problem_column": "messages", "conversational": False},
+    "another system message": {"problem_column": "messages", "system_prompt": "Think."},
+}
 
+
+def prompts_of_training(source, tokenizer, recipe):
+    """Token ids of the prompts of a run with a recipe."""
+    settings = {key: value for key, value in recipe.items() if key != "chat_template_kwargs"}
+    script_args = QaRLScriptArguments(dataset_name_or_path=source, **settings)
+    rows, _ = load_datasets(script_args, with_eval=False)
+    return prompt_ids_of_trl(tokenizer, recipe.get("chat_template_kwargs", {}), rows)
+
+
+def prompts_of_eval(source, tokenizer, recipe):
+    """Token ids of the prompts of `eval` with options of the same names."""
+    argv = ["model", "--suite", source]
+    for key, value in recipe.items():
+        argv += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    options = make_parser().parse_args(argv)
+    problems = _load_problems(find_suites(options.suite), tokenizer, options)
+    return [problem["prompt_ids"] for problem in problems["sums"]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
+def test_prompts_are_those_of_training_with_the_same_settings(tmp_path, recipe):
+    """Against TRL's own tokenization, of a model with a chat template: also text is completed as text."""
+    rows = [row | {"task": f"task {row['problem']}", "result": row["answer"]} for row in ROWS]
+    source = write_rows(tmp_path / "sums.jsonl", [row | {"messages": CONVERSATION} for row in rows])
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+
+    expected = prompts_of_training(source, tokenizer, recipe)
+
+    assert prompts_of_eval(source, tokenizer, recipe) == expected
+    if recipe:  # control: the settings change the prompts
+        assert prompts_of_training(source, tokenizer, {}) != expected
+
+
+def test_without_a_chat_template_prompts_are_text(tmp_path):
+    """As of a base model, with `conversational: false` in its recipe."""
     source = write_rows(tmp_path / "sums.jsonl", ROWS)
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    template_kwargs = {"think": True}
-    rows = load_math_dataset(source, prompt_template="{problem} #", conversational=template is not None)
+    tokenizer.chat_template = None
 
-    problems = load_problems(source, "test", None, tokenizer, template_kwargs, prompt_template="{problem} #")
-
-    expected = prompt_ids_of_trl(tokenizer, template_kwargs, rows)
-    assert [problem["prompt_ids"] for problem in problems] == expected
-    assert all("#" in problem["prompt"] for problem in problems)
-    assert ("hm" in problems[0]["prompt"]) == (template is not None)  # control: the template's arguments arrive
+    assert prompts_of_eval(source, tokenizer, {}) == prompts_of_training(source, tokenizer, {"conversational": False})
+    with pytest.raises(ValueError, match="--conversational true needs a chat template"):
+        prompts_of_eval(source, tokenizer, {"conversational": True})
 
 
 def test_problems_whose_reference_cannot_be_read_are_left_out(tmp_path):
@@ -85,6 +131,8 @@ def test_problems_whose_reference_cannot_be_read_are_left_out(tmp_path):
     problems = load_problems(source, "test", None, make_tokenizer(), {})
 
     assert [problem["answer"] for problem in problems] == ["2", "4"]
+    # A reward of the user may read it.
+    assert len(load_problems(source, "test", None, make_tokenizer(), {}, needs_math=False)) == 3
 
 
 def test_a_suite_without_a_readable_reference_is_refused(tmp_path):
@@ -92,3 +140,16 @@ def test_a_suite_without_a_readable_reference_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="none of the 1 answers"):
         load_problems(source, "test", None, make_tokenizer(), {})
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ nothing.of.this }}", "{{ raise_exception('no system') }}"])
+def test_a_template_that_fails_is_one_line(tmp_path, template):
+    source = write_rows(tmp_path / "sums.jsonl", ROWS)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+
+    with pytest.raises(ValueError, match="cannot render the prompt.*1 \\+ 1.*--conversational false") as error:
+        load_problems(source, "test", None, tokenizer, {})
+    assert "\n" not in str(error.value)
+
+    assert len(load_problems(source, "test", None, tokenizer, {}, conversational=False)) == 2  # control

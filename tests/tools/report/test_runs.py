@@ -76,3 +76,22 @@ def test_a_line_with_a_reward_begins_a_batch(rows):
 
     # Control: with a reward in each line, each is a batch.
     assert len(run.values("ratio/max")) == 12
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "\x00", "[]", "null", "3", "{}", '{"log_history": 3}', '{"log_history": null}'),
+        *('{"log_history": [3]}', '{"log_history": {"step": 1}}', '{"log_history": [{"reward": 1}]}'),
+        *('{"log_history": [{"step": "x"}]}', '{"log_history": [{"step": null}]}', '{"log_history": [{"step": NaN}]}'),
+    ],
+)
+def test_a_file_that_is_no_log_is_named(tmp_path, text):
+    file = tmp_path / "trainer_state.json"
+    file.write_text(text)
+
+    with pytest.raises(ValueError, match=f"{file} must (be JSON|have log_history)"):
+        read_run(tmp_path, "run")
+
+    file.write_text('{"log_history": [{"step": 1, "reward": 2.0}]}')
+    assert read_run(tmp_path, "run").series("reward")[1].tolist() == [2.0]  # control

@@ -1,0 +1,405 @@
+"""
+Gives 300 more wrong inputs to all commands, written by somebody who had not seen those of `bad_inputs.py`.
+
+They are mostly content: rows of a data set, text of a recipe, files of a model, of a checkpoint and of a run. Each
+runs as `qarl-trl` would, in this process.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import bad_inputs
+import common
+import yaml
+from bad_inputs import parts
+
+
+Case = tuple[str, Any, list[str]]
+
+# Files with a data set, each line of a file within bars.
+ROWS = r"""
+{"problem": "1+1", "answer": "2"} {"problem" | {"problem": ["a", "b"], "answer": "1"} | {"problem": "", "answer": "1"}
+{"problem": "1", "answer": ""} | {"problem": "1", "answer": []} | {"question": null, "answer": "1"}
+{"problem": "1", "solution": null}
+{"prompt": [], "answer": "1"} | {"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}
+{"prompt": [{"role": "user", "content": null}], "answer": "1"} | {"prompt": [{"content": "x"}], "answer": "1"}
+{"text": "1", "label": "2"}
+{"prompt": ["x"], "answer": "1"} | {"problem": "1", "answer": {"a": null}} | nonsense | "text" | null | [[]]
+[{"problem": "1"}] | {"a": 1} {"b": 2}
+{"Problem": "1", "Answer": "2"} | <html></html> | problem,answer | {"problem": "1" "answer": "2"}
+{'problem': '1', 'answer': '2'}
+"""
+SPLITS = [
+    "train[:0]",
+    "train[5:2]",
+    "train[:200%]",
+    "train[a:b]",
+    "train+test",
+    "train[",
+    "train[:-99]",
+    "",
+    "a b",
+    "train][",
+]
+# Recipes as they stand in a file.
+TEXTS = [
+    "max_steps: 1\nmax_steps: 2",
+    "Max_Steps: 1",
+    "max-steps: 1",
+    "'max_steps ': 1",
+    "1: 2",
+    "null: 1",
+    "[1]: 2",
+    "--- \nmax_steps: 1\n---\nmax_steps: 2",
+    "%TAG ! tag:x\n---\na: 1",
+    "a: &x 1\nmax_steps: *x",
+    "<<: {max_steps: 1}",
+    "learning_rate: 2026-01-01",
+    "learning_rate: 1:30",
+    "learning_rate: 1e",
+    "learning_rate: .inf",
+    "max_steps: 1.5",
+    "max_steps: 1e3x",
+    "max_steps: !!str 1x",
+    "output_dir: !!binary aGk=",
+    "output_dir: null",
+    "output_dir: ''",
+    "output_dir: [a]",
+    "base: [a, b]",
+    "base: .",
+    "base: /dev/null",
+    "base: wrong.yaml",
+    "base: {a: 1}",
+    "base: ''",
+    "env:\n  A: 1",
+    "- max_steps: 1",
+    "max_steps:\n- 1\n- 2",
+    "max_steps: {a: 1",
+    'max_steps: "1',
+    "hub_token: hf_secret\nmax_steps: {",
+    "reward_funcs:\n  math_reward: 1",
+    "quant_ignore: lm_head: x",
+    "# nothing",
+    "---",
+    "true",
+    "3",
+    "ключ: 1",
+    "max_steps: 1 2",
+    "max_steps: '\u0661x'",
+    "max_steps: ~x",
+    "? max_steps\n: - 1",
+]
+BYTES = [b"\xff\xfea\x00:\x00", b"max_steps: \xe4", b"\x1f\x8b\x08\x00", b"a: \x00", b"\xef\xbb\xbf{"]
+# Changes of the recipe, each within bars.
+SETTINGS = """
+num_generations: 1 | generation_batch_size: 6 | generation_batch_size: 4, steps_per_generation: 2
+per_device_train_batch_size: 6 | top_k: -5
+min_p: 2 | min_p: -1 | repetition_penalty: 0 | repetition_penalty: -1 | temperature: -1 | top_p: 0 | top_p: -0.1
+max_completion_length: -4
+use_vllm: on, vllm_max_model_length: 1 | use_vllm: on, vllm_max_model_length: 0
+use_vllm: on, vllm_gpu_memory_utilization: 2
+use_vllm: on, vllm_gpu_memory_utilization: 0 | use_vllm: on, vllm_tensor_parallel_size: 3
+use_vllm: on, vllm_mode: colo
+use_vllm: on, vllm_engine_kwargs: [1] | use_vllm: on, vllm_engine_kwargs: {model: x}
+use_vllm: on, vllm_engine_kwargs: {load_format: auto}
+use_vllm: on, vllm_engine_kwargs: {seed: 1} | use_vllm: on, vllm_engine_kwargs: {quantization: awq}
+use_vllm: on, vllm_mode: server
+use_vllm: on, vllm_mode: server, sync_folder: {a: 1}
+use_vllm: on, vllm_mode: server, sync_folder: s, vllm_server_port: 0
+use_vllm: on, generation_kwargs: {seed: 3} | use_vllm: on, generation_kwargs: {n: 4}
+use_vllm: on, generation_kwargs: {stop: [";"]}, mask_truncated_completions: on
+use_vllm: on, generation_kwargs: [1] | reward_weights: [1, 2] | reward_weights: [x] | reward_weights: [0]
+reward_timeout: 0 | reward_timeout: -1
+reward_timeout: nan | scale_rewards: x | epsilon: -1 | epsilon_high: x | tbpo_delta_low: -0.1 | tbpo_delta_low: 1.5
+tbpo_mismatch_cap: 0
+advantage_filter: most | optim_muon: 3 | learning_rate: nan | learning_rate: inf | weight_decay: -1 | adam_beta1: 2
+adam_epsilon: -1
+max_grad_norm: -1 | warmup_ratio: 2 | warmup_ratio: -1 | logging_steps: 0 | save_steps: 0 | save_steps: -3
+save_total_limit: 0 | eval_steps: 0, eval_strategy: steps
+eval_strategy: steps, eval_dataset_name_or_path: nowhere.jsonl | quant_group_size: 0 | quant_group_size: -2
+quant_group_size: 48 | quant_group_size: 1.5
+quant_ignore: ["re:.*"] | quant_ignore: ["re:("] | quant_ignore: [5] | quant_ignore: [nothing_of_this]
+quant_ignore: {} | quant_ignore: [] | quant_targets: [Conv2d]
+quant_scheme: [W4A16] | quant_scheme: w4a16x | quant_scheme: "" | quant_scheme: NVFP4A16 | quant_kernel: fast
+learner_ops: engine, use_vllm: off
+quant_scheme: none, lora_base: frozen, use_peft: on | quant_scheme: none, quantize_learner: on, quant_group_size: 64
+quant_keep_matrices: maybe
+use_peft: on, lora_r: 0 | use_peft: on, lora_r: -1 | use_peft: on, lora_r: x
+use_peft: on, lora_dropout: 0, lora_target_modules: [nothing]
+use_peft: on, lora_dropout: 2 | use_peft: on, lora_dropout: 0, lora_modules_to_save: [nothing]
+use_peft: on, lora_dropout: 0, lora_alpha: x
+use_peft: on, lora_dropout: 0, lora_task_type: SOMETHING | use_peft: on, lora_dropout: 0, use_dora: on
+lora_base: frozen, use_peft: off
+use_peft: on, lora_dropout: 0, lora_base: frozen, optim_muon: on
+use_peft: on, lora_dropout: 0, lora_target_parameters: [a.b] | load_in_8bit: on
+seed: -1 | seed: x | seed: 99999999999999999999 | data_seed: x | dataloader_num_workers: x
+dataloader_drop_last: maybe | report_to: [nobody]
+hub_model_id: a/b/c, push_to_hub: on | hub_strategy: sometimes | push_to_hub: on, hub_model_id: "bad name!"
+output_dir: {model} | output_dir: {data} | output_dir: {model}/x/../
+sync_folder: {model} | chat_template_kwargs: [1] | chat_template_kwargs: "{" | chat_template_path: {data}
+attn_implementation: flash_attention_9
+model_revision: no-such-branch, model_name_or_path: nobody/nothing | trust_remote_code: maybe | dtype: int7
+dtype: int8 | dtype: float16 | model_init_kwargs: {nothing: 1}
+model_init_kwargs: {max_position_embeddings: 4} | model_init_kwargs: [1] | model_init_kwargs: "{"
+model_name_or_path: {data} | model_name_or_path: {empty}
+model_name_or_path: [a] | model_name_or_path: a/b/c/d | model_name_or_path: /proc | dataset_name_or_path: /dev/null
+dataset_name_or_path: {empty} | dataset_name_or_path: {model}
+dataset_name_or_path: x.csv | dataset_name_or_path: nobody/nothing | dataset_config: nothing
+resume_from_checkpoint: {model} | resume_from_checkpoint: {data}
+resume_from_checkpoint: 3 | ignore_data_skip: on | gradient_checkpointing_kwargs: [1]
+torch_compile: on, torch_compile_backend: nothing
+max_tokens_per_pass: 0 | max_tokens_per_pass: -5 | mismatch_abort_threshold: -1 | mismatch_abort_threshold: nan
+verify_sync: 0 | verify_sync: -1 | verify_sync: 1.5
+export_low_bit: maybe | save_only_model: on, save_strategy: steps | fsdp: full_shard | deepspeed: {data}
+accelerator_config: [1] | optim_args: x | lr_scheduler_kwargs: "{"
+beta: nan | num_iterations: -1 | sync_ref_model: on, beta: 0 | log_completions: maybe | max_steps: -5
+num_train_epochs: nan, max_steps: -1 | problem_column: [a]
+system_prompt: {a: 1} | prompt_template: "{problem" | prompt_template: "{}" | prompt_template: "" | env: x
+config: other.yaml | dry_run: maybe | quant_recipe: {data} | quant_recipe: {model}
+"""
+# Recipes of llm-compressor.
+MODIFIERS = [
+    "",
+    "a: 1",
+    "- 1",
+    "quant_stage: 3",
+    "quant_stage: {quant_modifiers: {}}",
+    "quant_stage: {quant_modifiers: {NoSuchModifier: {}}}",
+    "quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: W3A3, targets: [Linear]}}}",
+    "quant_stage: {quant_modifiers: {QuantizationModifier: {targets: [Linear]}}}",
+    "quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: W4A16, targets: [Nothing]}}}",
+    "quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: W4A16, targets: 5}}}",
+    "quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: W4A16, targets: [Linear], ignore: ['re:[']}}}",
+    "quant_stage: {quant_modifiers: {QuantizationModifier: {config_groups: {g: {weights: {num_bits: 99}}}}}}",
+    "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, targets: [Linear], actorder: up}}}",
+    "a: &a [*a]",
+]
+# Commands without their name; {} are files that are there.
+OPTIONS = """
+train: x | --config | --config {recipe} extra | --config {recipe} --max_steps | --config {recipe} --max_steps=
+train: --config {recipe} --max_steps=x | --config {empty}
+train: --config {model} | --config {recipe} --config nowhere.yaml | --config {recipe} --max_step 3
+train: --config {recipe} --learning-rate x | --config {recipe} -x | --config {recipe} --quant_ignore
+eval {model} --suite {data} --max_new_tokens 8: --reward_funcs nothing | --reward_funcs os.nothing
+eval {model} --suite {data} --max_new_tokens 8: --reward_funcs os.path | --conversational maybe
+eval {model} --suite {data} --max_new_tokens 8: --conversational true
+eval {model} --suite {data} --max_new_tokens 8: --problem_column x | --answer_column x
+eval {model} --suite {data} --max_new_tokens 8: --vllm_gpu_memory_utilization x | --prompt_template x
+eval {model} --suite {data} --max_new_tokens 8: --chat_template_kwargs x
+eval {model} --suite {data} --max_new_tokens 8: --chat_template_kwargs [] | --seed x | --pass_at 0 | --pass_at x
+eval {model} --suite {data} --max_new_tokens 8: --top_p 0 | --temperature inf | --k 0.5 | --k 99999999999999999999
+eval {model} --suite {data} --max_new_tokens 8: --output_dir {model} | --output_dir {data} | --engine_kwargs "x"
+eval {model} --suite {data} --max_new_tokens 8: --limit x | --system_prompt a --conversational false
+eval: {data} --suite {data} | {model} --suite | {model} --suite {model} | nobody/nothing --suite {data}
+eval: {run} --suite {data} | {checkpoint} --suite {data}
+export: {model} | {model} {out} --scheme | {checkpoint} {out} --scheme x | {run} {out} | nobody/nothing {out}
+export: {model} {out} --nothing | {model} {data}/x | {model} {model}/../model
+export {model} {out}: --ignore | --targets | --group_size 0 | --group_size -7 | --group_size 1e3 | --scheme none
+export {model} {out}: --scheme checkpoint | --recipe nowhere.yaml | --recipe {data}
+push: {run} | {empty} user/model | {data} user/model | {run} not-a-name/ | {run} "user/mo del"
+push: {run} user/model --nothing | {checkpoint} user/model
+report: {data} --output_dir {out} | {run} {run} | {run} --nothing | x= | ={run} | {checkpoint}/nowhere
+plan --config {recipe}: --gpu nothing | --gpus 1e3 | --gpu h100 --gpus 0 | --memory x | --sharding | --from nowhere
+plan --config {recipe}: --from {data} | --replicas x | --replicas -1
+doctor --config {recipe} --probe_prompts=0: --nothing | --max_steps=x | --dataset_name_or_path=nowhere.jsonl
+doctor --config {recipe} --probe_prompts=0: --reward_funcs=nothing
+doctor: --config {model} | --config nowhere.yaml | x
+serve --dry_run --config {recipe}: --port x | --host | --nothing 1 | --vllm_mode=colo | --vllm_max_model_length=x
+schemes: --x | x
+"""
+CONFIGS = """
+num_attention_heads: 3 | num_attention_heads: 0 | num_attention_heads: x | hidden_act: nothing | hidden_act: 3
+rope_parameters: {rope_type: nothing} | rope_parameters: x
+max_position_embeddings: 0 | max_position_embeddings: x | dtype: nothing | vocab_size: 3 | vocab_size: 0
+vocab_size: -1 | tie_word_embeddings: perhaps | eos_token_id: x
+layer_types: [nothing] | layer_types: 3 | num_key_value_heads: 3 | rms_norm_eps: -1 | attention_dropout: x
+architectures: [Nothing] | architectures: []
+model_type: qwen9 | model_type: null | model_type: bert | auto_map: x | transformers_version: 3 | initializer_range: x
+quantization_config: [] | quantization_config: {quant_method: awq} | quantization_config: {quant_method: nothing}
+quantization_config: {quant_method: 3}
+quantization_config: {quant_method: compressed-tensors, config_groups: {}}
+quantization_config: {quant_method: compressed-tensors, config_groups: {g: 3}}
+quantization_config: {quant_method: compressed-tensors, config_groups: {g: {targets: [Linear]}}, format: nothing}
+quantization_config: {quant_method: compressed-tensors, ignore: 3}
+quantization_config: {quant_method: compressed-tensors, config_groups: {g: {targets: Linear}}}
+"""
+# Content of a JSON file.
+JSONS = [
+    "",
+    "[]",
+    "null",
+    "3",
+    "{",
+    '{"a": NaN}',
+    "\x00",
+    '{"weight_map": 3}',
+    '{"weight_map": {"lm_head.weight": "../../etc/passwd"}}',
+    '{"weight_map": {"lm_head.weight": 3}}',
+]
+TEMPLATES = [
+    "{% for %}",
+    "{{ nothing.of.this }}",
+    "{{ raise_exception('no') }}",
+    "{% include 'x' %}",
+    "{{ 1 / 0 }}",
+    "{{ messages[7].content }}",
+    "{% endfor %}",
+]
+LOGS = [
+    "",
+    "[]",
+    "null",
+    "{",
+    '{"log_history": 3}',
+    '{"log_history": [3]}',
+    '{"log_history": [{"step": "x"}]}',
+    '{"log_history": [{"step": 1, "loss": "x"}]}',
+    '{"log_history": null, "global_step": []}',
+    "\x00",
+]
+MANIFESTS = [
+    "[]",
+    "null",
+    "{}",
+    '{"files": 3}',
+    '{"files": {"a": "x"}}',
+    '{"files": {}, "processes": "x"}',
+    '{"files": {"../../x": 3}}',
+    '{"files": {"model.safetensors": -1}}',
+]
+
+
+def data_cases(place: Path, command: Callable[..., list[str]]) -> Iterator[Case]:
+    """Data sets."""
+    for text in parts(ROWS):
+        (place / "rows.jsonl").write_text(text)
+        yield "data: rows", text, command({"dataset_name_or_path": str(place / "rows.jsonl")})
+
+    # Content of another kind than the name says.
+    for name in ("rows.parquet", "rows.json", "rows.jsonl"):
+        for content in (b"", b"PAR1", b"\x00" * 50, b"\xff\xfe{\x00}\x00", b"\x1f\x8b\x08"):
+            (place / name).write_bytes(content)
+            yield "data: rows", f"{name} {content!r}", command({"dataset_name_or_path": str(place / name)})
+
+    for split in SPLITS:
+        yield "data: split", split, command({"dataset_split": split})
+
+    (place / "gone.jsonl").symlink_to(place / "nowhere.jsonl")
+    yield "data: rows", "a link to nothing", command({"dataset_name_or_path": str(place / "gone.jsonl")})
+
+
+def recipe_cases(place: Path, file: Path, names: dict[str, str], command: Callable[..., list[str]]) -> Iterator[Case]:
+    """Recipes: text, settings, and those of llm-compressor."""
+    good = yaml.safe_dump(yaml.safe_load((place / "recipe.yaml").read_text()))
+    for text in TEXTS:
+        # After a good recipe, so that only this is wrong.
+        file.write_text(f"{good}{text}\n" if not text.startswith(("---", "%", "- ", "true", "3")) else text)
+        yield "recipe: text", text, ["train", "--config", str(file)]
+    for content in BYTES:
+        file.write_bytes(content)
+        yield "recipe: text", repr(content), ["train", "--config", str(file)]
+
+    for part in parts(SETTINGS):
+        for name, path in names.items():
+            part = part.replace(f"{{{name}}}", path)
+        yield "recipe: settings", part, command(yaml.safe_load(f"{{{part}}}"))
+
+    for text in MODIFIERS:
+        (place / "modifier.yaml").write_text(text)
+        yield "recipe: quant_recipe", text, command({"quant_recipe": str(place / "modifier.yaml")})
+
+
+def option_cases(names: dict[str, str]) -> Iterator[Case]:
+    """Command lines."""
+    for line in OPTIONS.strip().splitlines():
+        head, _, rest = line.partition(": ")
+        for part in rest.split(" | "):
+            yield "options", f"{head} {part}", [word.format(**names) for word in f"{head} {part}".split()]
+
+
+def model_cases(place: Path, model: Path, data: Path, command: Callable[..., list[str]]) -> Iterator[Case]:
+    """Files of a model, which one command after the other reads."""
+    copy = place / "copy"
+    number = 0
+
+    def damaged(file: str, content: str) -> list[str]:
+        nonlocal number
+        number += 1
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(model, copy)
+        (copy / file).write_text(content)
+        commands = [
+            command({"model_name_or_path": str(copy)}),
+            ["export", str(copy), str(place / "out")],
+            ["eval", str(copy), "--suite", str(data), "--max_new_tokens", "8"],
+        ]
+        return commands[number % len(commands)]
+
+    config = json.loads((model / "config.json").read_text())
+    for part in parts(CONFIGS):
+        changed = config | yaml.safe_load(f"{{{part}}}")
+        yield "model: config.json", part, damaged("config.json", json.dumps(changed))
+    for text in JSONS:
+        for file in ("model.safetensors.index.json", "tokenizer.json", "config.json"):
+            yield f"model: {file}", text, damaged(file, text)
+    for text in ("", "\x00" * 8, "\xff" * 16, '{"a": 1}', "A" * 4000):
+        yield "model: weights", text[:8], damaged("model.safetensors", text)
+
+    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+    for text in TEMPLATES:
+        content = json.dumps(tokenizer | {"chat_template": text})
+        damaged("tokenizer_config.json", content)
+        settings = {"model_name_or_path": str(copy), "conversational": True}
+        argv = command(settings) if number % 2 else ["eval", str(copy), "--suite", str(data), "--max_new_tokens", "8"]
+        yield "model: chat template", text, argv
+
+
+def run_cases(place: Path, run: Path, command: Callable[..., list[str]]) -> Iterator[Case]:
+    """Files of a run and its checkpoint."""
+    copy = place / "old"
+    for text in LOGS:
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        (copy / "trainer_state.json").write_text(text)
+        yield "run: log", text, ["report", str(copy), "--output_dir", str(place / "page")]
+    for text in [*MANIFESTS, *LOGS[:4]]:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(run / "checkpoint-1", copy / "checkpoint-1")
+        file = "manifest.json" if text in MANIFESTS else "trainer_state.json"
+        (copy / "checkpoint-1" / file).write_text(text)
+        yield f"checkpoint: {file}", text, command({"resume_from_checkpoint": str(copy / "checkpoint-1")})
+
+
+def main() -> None:
+    args = common.arguments(__doc__)
+    found: list[tuple[str, str, str]] = []
+    bad_inputs.stop_before_engines()
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        recipe = bad_inputs.prepare(place)
+        file = place / "wrong.yaml"
+        names = {name: str(place / path) for name, path in bad_inputs.FILES.items()}
+
+        def command(changes: dict[str, Any]) -> list[str]:
+            file.write_text(yaml.safe_dump(recipe | changes, allow_unicode=True))
+            return ["train", "--config", str(file)]
+
+        cases = [
+            data_cases(place, command),
+            recipe_cases(place, file, names, command),
+            option_cases(names),
+            model_cases(place, Path(names["model"]), Path(names["data"]), command),
+            run_cases(place, Path(names["run"]), command),
+        ]
+        for generator in cases:
+            for kind, wrong, argv in generator:
+                found.append(bad_inputs.tried(place, kind, wrong, argv))
+    bad_inputs.report("bad_inputs_fresh", args, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""
+Tables of the real model from its committed cells, standard library only: `python benchmarks/real_table.py`.
+
+They stand between marks as `<!-- real: g64 -->` and `<!-- end -->`: those of each regime in results/real/README.md,
+and in docs/results.md the two that a user reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import real_arms
+from real_arms import ARMS, BEFORE, REGIMES
+
+
+Cell = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "benchmarks" / "results" / "real" / "README.md", ROOT / "docs" / "results.md")
+END = "<!-- end -->"
+# What a cell's models are called in its file, and in a table's header.
+MODELS = {"masters": "bfloat16", "low_bit": "low bits", "gptq": "GPTQ"}
+
+# What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that
+# model of an arm.
+PAIRS = (
+    ("the learner's weights", "rollout-only GRPO", "QaRL GRPO"),
+    ("the learner's weights, both by GPTQ", "rollout-only GRPO, GPTQ", "QaRL GRPO, GPTQ"),
+    ("the learner's weights, no weight for the mismatch", "rollout-only GRPO, no weight", "QaRL GRPO"),
+    ("the learner's weights, TBPO", "rollout-only TBPO", "QaRL TBPO"),
+    ("the learner's weights, TBPO, both by GPTQ", "rollout-only TBPO, GPTQ", "QaRL TBPO, GPTQ"),
+    ("the learner's weights, TBPO, no weight for the mismatch", "rollout-only TBPO, no weight", "QaRL TBPO"),
+    ("the weight for the mismatch", "rollout-only GRPO, no weight", "rollout-only GRPO"),
+    ("the weight for the mismatch, TBPO", "rollout-only TBPO, no weight", "rollout-only TBPO"),
+    ("the learner's weights, TRL's default weight", "rollout-only GRPO, TRL default", "QaRL GRPO"),
+    ("the weight: TRL's default, not TIS", "rollout-only GRPO", "rollout-only GRPO, TRL default"),
+    ("the weight: IcePop, not TIS", "rollout-only GRPO", "rollout-only GRPO, IcePop"),
+    ("the loss, and its weight", "QaRL GRPO", "QaRL TBPO"),
+    ("the loss", "QaRL GSPO", "QaRL TBPO"),
+    ("the loss, and its weight, learner in bfloat16", "rollout-only GRPO", "rollout-only TBPO"),
+    ("the engine's weights", "bf16 GRPO", "rollout-only GRPO"),
+    ("quantization after training, not during it", "QaRL GRPO", "bf16 GRPO"),
+    ("quantization after training, TBPO", "QaRL TBPO", "bf16 TBPO"),
+    ("GPTQ after training, not rounding", "bf16 GRPO", "bf16 GRPO, GPTQ"),
+    ("GPTQ, TBPO", "bf16 TBPO", "bf16 TBPO, GPTQ"),
+    ("GPTQ, rollouts in low bits", "rollout-only GRPO", "rollout-only GRPO, GPTQ"),
+    ("GPTQ, rollouts in low bits, TBPO", "rollout-only TBPO", "rollout-only TBPO, GPTQ"),
+    ("GPTQ, QaRL", "QaRL GRPO", "QaRL GRPO, GPTQ"),
+    ("GPTQ, QaRL, TBPO", "QaRL TBPO", "QaRL TBPO, GPTQ"),
+    ("GPTQ after rollout-only, not QaRL", "QaRL GRPO", "rollout-only GRPO, GPTQ"),
+    ("GPTQ after rollout-only, not QaRL, TBPO", "QaRL TBPO", "rollout-only TBPO, GPTQ"),
+    ("GPTQ after bf16, not QaRL", "QaRL GRPO", "bf16 GRPO, GPTQ"),
+    ("GPTQ after bf16, not QaRL, TBPO", "QaRL TBPO", "bf16 TBPO, GPTQ"),
+)
+# What a user decides, over all regimes: contrast, then learner and model before and after the change.
+CHOICES = (
+    ("QaRL less rollout-only, rounded", ("rollout-only", "low_bit"), ("QaRL", "low_bit")),
+    ("both by GPTQ", ("rollout-only", "gptq"), ("QaRL", "gptq")),
+    ("both in bfloat16", ("rollout-only", "masters"), ("QaRL", "masters")),
+    ("QaRL rounded less rollout-only by GPTQ", ("rollout-only", "gptq"), ("QaRL", "low_bit")),
+    ("GPTQ less rounding, bf16 rollouts", ("bf16", "low_bit"), ("bf16", "gptq")),
+    ("the same, rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
+    ("the same, QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
+)
+LOSSES = ("GRPO", "TBPO")
+SEEDS = range(100)
+# Of the users' table: the seeds that all of its arms have, from one start.
+SHOWN_REGIME = "g64"
+SHOWN_SEEDS = (2, 3)
+SHOWN = (BEFORE, "bf16 GRPO", "rollout-only GRPO", "rollout-only TBPO", "QaRL GRPO", "QaRL TBPO")
+# Table 1 of the paper: mathematics average, Qwen3-8B-Base; Qwen3-30B-A3B-Base, whose first two arms have GSPO.
+PAPER = {"bf16 GRPO": ("51.8", "52.1"), "rollout-only GRPO": ("43.9", "45.7"), "QaRL TBPO": ("48.9", "51.2")}
+
+
+# Cells ---------------------------------------------------------------------------------------------------------------
+
+
+def read_cell(regime: str, arm: str, seed: int) -> Cell | None:
+    """`None` for a cell that was not run."""
+    path = real_arms.file_of(regime, arm, seed)
+    if not path.exists():
+        return None
+    return json.loads(path.read_text())
+
+
+def cells_of(regime: str, arm: str) -> list[Cell]:
+    """The cells of an arm that were run, by seed."""
+    cells = [read_cell(regime, arm, seed) for seed in SEEDS]
+    return [cell for cell in cells if cell is not None]
+
+
+def shares(cell: Cell, model: str, greedy: bool = False) -> list[float]:
+    """Percent of the answers to each held-out problem that are right."""
+    if greedy:
+        return [100.0 * right for right in cell["greedy"][model]]
+    return [100 * right / cell["samples"] for right in cell["scores"][model]]
+
+
+def is_scored(cell: Cell, model: str, greedy: bool = False) -> bool:
+    return model in cell.get("greedy" if greedy else "scores", {})
+
+
+# Errors --------------------------------------------------------------------------------------------------------------
+
+
+def error_of_problems(percents: list[float]) -> float:
+    """Standard error of one model's mean: it holds the choice of the problems and nothing of training."""
+    return (statistics.variance(percents) / len(percents)) ** 0.5
+
+
+def mean_and_error(rows: list[list[float]]) -> tuple[float, float]:
+    """
+    Mean over models (or pairs of them) and problems, and its standard error.
+
+    It holds the choice of the held-out problems (the spread of the problems' means) and, of several rows, that of
+    training and sampling (the spread of the rows' means). The first contains part of the second: the error is rather
+    too large.
+
+    Args:
+        rows: Percent by problem, a list for each model; all lists have the same problems.
+    """
+    problems = [statistics.fmean(values) for values in zip(*rows, strict=True)]
+    means = [statistics.fmean(row) for row in rows]
+    variance = statistics.variance(problems) / len(problems)
+    if len(means) > 1:
+        variance += statistics.variance(means) / len(means)
+    return statistics.fmean(means), variance**0.5
+
+
+def accuracy(cells: list[Cell], model: str) -> tuple[float, float]:
+    """Percent of held-out answers that are right, and its standard error (`mean_and_error`)."""
+    return mean_and_error([shares(cell, model) for cell in cells])
+
+
+def difference(first: Cell, second: Cell, models: tuple[str, str]) -> list[float]:
+    """
+    Points from the first to the second cell, problem by problem.
+
+    Raises:
+        ValueError: if the two did not begin with one start.
+    """
+    starts = {first["start_sha256"], second["start_sha256"]}
+    if len(starts) > 1:
+        raise ValueError(
+            f"Cells must have one start to be compared, got {first['arm']} and {second['arm']}: {starts}."
+        )
+    before, after = models
+    return [y - x for x, y in zip(shares(first, before), shares(second, after), strict=True)]
+
+
+# Tables of a regime --------------------------------------------------------------------------------------------------
+
+
+def cells_table(regime: str) -> str:
+    """The cells of a regime, one a line, and which arms were not run."""
+    header = ["arm", "seed"]
+    header += [f"{name}, %" for name in MODELS.values()]
+    header += [f"greedy: {name}, %" for name in MODELS.values()]
+    header += ["any of four: low bits, GPTQ, bfloat16", "reward", "mismatch, nats"]
+
+    rows = []
+    missing = []
+    for arm in (BEFORE, *ARMS):
+        cells = cells_of(regime, arm)
+        if not cells:
+            missing.append(arm)
+        rows += [row_of(cell) for cell in cells]
+
+    text = markdown(header, rows)
+    if missing:
+        text += f"\n\nNot run: {'; '.join(missing)}."
+    return text
+
+
+def row_of(cell: Cell) -> list[str]:
+    """A line of a regime's table."""
+    row = [cell["arm"], str(cell["seed"])]
+    for greedy in (False, True):
+        row += [with_error(cell, model, greedy) for model in MODELS]
+
+    any_right = [
+        f"{100 * statistics.fmean(map(bool, cell['scores'][model])):.1f}"
+        for model in ("low_bit", "gptq", "masters")
+        if is_scored(cell, model)
+    ]
+    row.append(", ".join(any_right))
+    row.append(logged_mean(cell, "reward", "{:.2f}", last=4))
+    row.append(logged_mean(cell, "mismatch/logp_diff_mean", "{:.2g}"))
+    return row
+
+
+def with_error(cell: Cell, model: str, greedy: bool) -> str:
+    if not is_scored(cell, model, greedy):
+        return "-"
+    percents = shares(cell, model, greedy)
+    return f"{statistics.fmean(percents):.1f} ± {error_of_problems(percents):.1f}"
+
+
+def logged_mean(cell: Cell, name: str, form: str, last: int = 0) -> str:
+    """Mean of a logged column over the rollout batches, or over the `last` of them."""
+    values = [value for value in cell["log"].get(name, [])[-last:] if value is not None]
+    return form.format(statistics.fmean(values)) if values else "-"
+
+
+def differences_table(regime: str) -> str:
+    """What each change in `PAIRS` moves, in points: seed by seed, and the mean of three and more."""
+    header = ["what changes", "from", "to", "seeds", "low bits, by seed", "mean", "bfloat16, by seed", "mean"]
+    rows = []
+    for what, *names in PAIRS:
+        pairs = pairs_of(regime, names)
+        if pairs:
+            seeds = ", ".join(str(seed) for seed in pairs)
+            rows.append([what, *names, seeds, *by_seed(pairs, names, "low_bit"), *by_seed(pairs, names, "masters")])
+    if not rows:
+        return "No two arms were run that can be compared."
+    return markdown(header, rows)
+
+
+def pairs_of(regime: str, names: list[str]) -> dict[int, tuple[Cell, Cell]]:
+    """The cells of both names, by the seeds that both have. ", GPTQ" names that model of an arm."""
+    pairs = {}
+    for seed in SEEDS:
+        cells = [read_cell(regime, name.removesuffix(", GPTQ"), seed) for name in names]
+        if None in cells:
+            continue
+        if all(is_scored(cell, model_of(name, "low_bit")) for cell, name in zip(cells, names, strict=True)):
+            pairs[seed] = tuple(cells)
+    return pairs
+
+
+def model_of(name: str, model: str) -> str:
+    return "gptq" if name.endswith(", GPTQ") else model
+
+
+def by_seed(pairs: dict[int, tuple[Cell, Cell]], names: list[str], model: str) -> list[str]:
+    """Two cells of a row: the difference of each seed, and the mean of at least three."""
+    models = tuple(model_of(name, model) for name in names)
+    if "gptq" in models and model != "low_bit":
+        return ["-", "-"]
+
+    points = [difference(first, second, models) for first, second in pairs.values()]
+    each = ", ".join(f"{statistics.fmean(row):+.1f} ± {error_of_problems(row):.1f}" for row in points)
+    return [each, mean_text(points)]
+
+
+def mean_text(points: list[list[float]]) -> str:
+    """Of two, one degree of freedom is left for their spread: they are printed and no mean is."""
+    if len(points) < 3:
+        return "-"
+    return "{:+.1f} ± {:.1f}".format(*mean_and_error(points))
+
+
+# Tables over the regimes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """
+    Two models of equal regime, loss, seed and start.
+
+    Attributes:
+        points: From the first to the second, by problem.
+    """
+
+    regime: str
+    loss: str
+    seed: int
+    points: list[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.points)
+
+
+def pairs_of_choice(first: tuple[str, str], second: tuple[str, str]) -> list[Pair]:
+    """
+    All pairs of a contrast that were run.
+
+    Args:
+        first: Learner ("bf16", "rollout-only", "QaRL") and model, before the change.
+        second: The same after it.
+    """
+    pairs = []
+    for regime, loss, seed in places():
+        cells = [read_cell(regime, f"{learner} {loss}", seed) for learner, _ in (first, second)]
+        if None in cells:
+            continue
+        models = (first[1], second[1])
+        if all(is_scored(cell, model) for cell, model in zip(cells, models, strict=True)):
+            pairs.append(Pair(regime, loss, seed, difference(*cells, models)))
+    return pairs
+
+
+def places() -> Iterator[tuple[str, str, int]]:
+    return itertools.product(REGIMES, LOSSES, SEEDS)
+
+
+def choices_table() -> str:
+    """Each contrast of `CHOICES` over all of its pairs."""
+    rows = []
+    for what, first, second in CHOICES:
+        pairs = pairs_of_choice(first, second)
+        means = [pair.mean for pair in pairs]
+        above = sum(mean > 0 for mean in means)
+        mean, error = mean_and_error([pair.points for pair in pairs])
+        spread = f"{min(means):+.1f} to {max(means):+.1f}"
+        rows.append([what, f"{mean:+.1f} ± {error:.1f}", f"{above} of {len(pairs)}", spread])
+    return markdown(["what is compared", "points", "pairs above 0", "range"], rows)
+
+
+def deployed_table() -> str:
+    """Trained by x deployed as: the seeds of one start that all arms have, and the paper's figures."""
+    header = ["trained by"]
+    header += [MODELS["masters"], "rounded", MODELS["gptq"]]
+    header += ["greedy: bfloat16", "rounded", "GPTQ", "paper: 8B", "30B-A3B"]
+    rows = []
+    for arm in SHOWN:
+        cells = [cell for cell in cells_of(SHOWN_REGIME, arm) if cell["seed"] in SHOWN_SEEDS]
+        row = [arm]
+        for greedy in (False, True):
+            row += [by_training(cells, model, greedy) for model in MODELS]
+        rows.append([*row, *PAPER.get(arm, ("", ""))])
+    return markdown(header, rows)
+
+
+def by_training(cells: list[Cell], model: str, greedy: bool) -> str:
+    """The percent of each training, and the largest of their errors by the choice of problems."""
+    scored = [shares(cell, model, greedy) for cell in cells if is_scored(cell, model, greedy)]
+    if not scored:
+        return "-"
+    percents = ", ".join(f"{statistics.fmean(row):.1f}" for row in scored)
+    return f"{percents} ± {max(error_of_problems(row) for row in scored):.1f}"
+
+
+def noise_table() -> str:
+    """One training, twice: bf16 GRPO does not see the scheme, so the two differ in the rows of a pass alone."""
+    cells = [read_cell(regime, "bf16 GRPO", 2) for regime in ("g64", "channel")]
+    points = difference(*cells, ("masters", "masters"))
+    rows = []
+    for cell in cells:
+        rows_of_a_pass = str(cell["settings"].get("micro", 32))
+        rows.append([f"bf16 GRPO, seed 2, passes of {rows_of_a_pass} answers", with_error(cell, "masters", False)])
+    mean, error = mean_and_error([points])
+    rows.append(["difference, paired by problem", f"{mean:+.1f} ± {error:.1f}"])
+    return markdown(["training", "bfloat16, %"], rows)
+
+
+def mismatch_table() -> str:
+    """Mismatch of the arms by regime: first rollout batch, mean of the run, and the largest of a single token."""
+    rows = []
+    for regime in REGIMES:
+        for arm in ARMS:
+            for cell in cells_of(regime, arm):
+                log = cell["log"]
+                means = log["mismatch/logp_diff_mean"]
+                largest = max(log["mismatch/logp_diff_max"])
+                figures = [f"{value:.2g}" for value in (means[0], statistics.fmean(means), largest)]
+                rows.append([regime, arm, str(cell["seed"]), *figures])
+    return markdown(["regime", "arm", "seed", "first batch", "mean of the run", "largest of a token"], rows)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+def tables() -> dict[str, str]:
+    """All tables by their marks."""
+    made = {
+        "real: deployed": deployed_table(),
+        "real: choices": choices_table(),
+        "real: noise": noise_table(),
+        "real: mismatch": mismatch_table(),
+    }
+    for regime in REGIMES:
+        if (real_arms.FOLDER / regime).exists():
+            made[f"real: {regime}"] = cells_table(regime)
+            made[f"real differences: {regime}"] = differences_table(regime)
+    return {f"<!-- {name} -->\n": text for name, text in made.items()}
+
+
+def put_tables(page: Path, made: dict[str, str]) -> None:
+    """Write the tables between those marks that a page has."""
+    text = page.read_text()
+    for mark, table in made.items():
+        if mark not in text:
+            continue
+        before, after = text.split(mark)
+        _, rest = after.split(END, 1)
+        text = f"{before}{mark}{table}\n{END}{rest}"
+    page.write_text(text)
+
+
+def main() -> None:
+    made = tables()
+    for page in PAGES:
+        put_tables(page, made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""DPO on 4-bit weights, by two classes of your own: `python dpo.py MODEL DATA OUTPUT [MAX_STEPS]`.
+
+The data have the columns prompt, chosen and rejected. `vllm serve OUTPUT` serves what was trained.
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from datasets import load_dataset
+from trl import DPOConfig, DPOTrainer
+
+from qarl_trl import LowBitConfig, LowBitMixin
+
+
+@dataclass
+class LowBitDPOConfig(LowBitConfig, DPOConfig):
+    """The fields of TRL's config, and those of low bits: quant_scheme, quant_group_size, ..."""
+
+
+class LowBitDPOTrainer(LowBitMixin, DPOTrainer):
+    """TRL's trainer. The policy's forward multiplies by low-bit weights, and `save_model` writes what vLLM loads."""
+
+
+def main(model: str, data: str, output_dir: str, max_steps: str = "-1") -> None:
+    """Train and save."""
+    on_cpu = not torch.cuda.is_available()
+    args = LowBitDPOConfig(output_dir, quant_scheme="W4A16", max_steps=int(max_steps), use_cpu=on_cpu, report_to=[])
+    dataset = load_dataset("json", data_files=data, split="train")
+    trainer = LowBitDPOTrainer(model, args=args, train_dataset=dataset)
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

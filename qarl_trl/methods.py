@@ -1,0 +1,187 @@
+"""What the commands that train have in common, and what each of them trains: data, settings and trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .data import load_math_dataset, load_prompts, load_rows
+from .rewards import REWARD_TIMEOUT_S
+
+
+# Settings of the other groups load torch, and `--help` of other commands must be instant.
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def _arg(*, help: str, **default: Any) -> Any:
+    """A field with a help text. transformers' `HfArg` does the same, but its import takes seconds."""
+    return field(metadata={"help": help}, **default)
+
+
+# Settings of data ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class DataArguments:
+    """The fields of a recipe for data; the others belong to the trainer and the model."""
+
+    dataset_name_or_path: str | None = _arg(default=None, help="Hub id, folder, .jsonl, .json or .parquet. Required.")
+    dataset_config: str | None = _arg(default=None, help="Configuration of a Hub dataset, e.g. main of openai/gsm8k.")
+    dataset_split: str = _arg(default="train", help="Split to train on; slices such as train[:1000] work.")
+    eval_dataset_name_or_path: str | None = _arg(default=None, help="Dataset to evaluate on, for eval_strategy.")
+    eval_dataset_split: str = _arg(default="test", help="Split to evaluate on; a local file has only one.")
+    dry_run: bool = _arg(default=False, help="Only check and print the settings; load nothing.")
+
+
+@dataclass
+class PromptArguments(DataArguments):
+    """The fields of a recipe for prompts."""
+
+    problem_column: str | None = _arg(default=None, help="Column of the problems. Unset: problem, question or prompt.")
+    prompt_template: str | None = _arg(default=None, help="Text that contains {problem}. Unset: the problem alone.")
+    system_prompt: str | None = _arg(default=None, help="System message; replaces one in the data.")
+    conversational: bool = _arg(default=True, help="Prompts as chat messages. False: as text, without chat template.")
+
+
+@dataclass
+class QaRLScriptArguments(PromptArguments):
+    """The fields of a recipe for prompts, answers and rewards."""
+
+    answer_column: str | None = _arg(default=None, help="Column of the answers (a.b: nested). Unset: answer, ...")
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["math_reward"],
+        metadata={"help": "math_reward, or import paths such as my_rewards.my_reward, also from the current folder."},
+    )
+    reward_timeout: float = _arg(
+        default=REWARD_TIMEOUT_S,
+        help="Seconds that math_reward may take for a batch. Answers that are not graded then count as wrong.",
+    )
+
+
+@dataclass
+class DistillationArguments(PromptArguments):
+    """The fields of a recipe for prompts, and for completions that are there already."""
+
+    completion_column: str = _arg(
+        default="completion", help="Column of the completions, text or chat messages, for distill_on: answers."
+    )
+
+
+# The methods ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Method:
+    """
+    What a command trains.
+
+    Args:
+        command: The command of `qarl-trl`.
+        about: What it does, in one line of its `--help`.
+        data: The dataclass of its settings of data.
+        config: The import path of its config, from this package on.
+        trainer: The import path of its trainer.
+        trl_config: The name of TRL's config below it.
+        load: Loads a data set by its settings: `load(settings, config, name_or_path, split)`.
+    """
+
+    command: str
+    about: str
+    data: type[DataArguments]
+    config: str
+    trainer: str
+    trl_config: str
+    load: Callable[[Any, Any, str, str], Dataset]
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether a recipe names rewards."""
+        return issubclass(self.data, QaRLScriptArguments)
+
+    def config_class(self) -> type:
+        """The config."""
+        return _imported(self.config)
+
+    def trainer_class(self) -> type:
+        """The trainer, whose import loads vLLM."""
+        return _imported(self.trainer)
+
+
+def _imported(path: str) -> Any:
+    """A class of this package."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(f".{module}", __package__), name)
+
+
+def _load_problems(settings: QaRLScriptArguments, config: Any, name_or_path: str, split: str) -> Dataset:
+    """Prompts and reference answers."""
+    return load_math_dataset(
+        name_or_path,
+        split,
+        settings.prompt_template,
+        config_name=settings.dataset_config,
+        problem_column=settings.problem_column,
+        answer_column=settings.answer_column,
+        system_prompt=settings.system_prompt,
+        conversational=settings.conversational,
+    )
+
+
+def _load_rows(settings: DataArguments, config: Any, name_or_path: str, split: str) -> Dataset:
+    """Rows as they are: TRL reads their columns."""
+    return load_rows(name_or_path, split, settings.dataset_config)
+
+
+def _load_prompts(settings: DistillationArguments, config: Any, name_or_path: str, split: str) -> Dataset:
+    """Prompts and, if the run trains on them, completions."""
+    return load_prompts(
+        name_or_path,
+        split,
+        settings.prompt_template,
+        config_name=settings.dataset_config,
+        problem_column=settings.problem_column,
+        completion_column=settings.completion_column if config.distill_on == "answers" else None,
+        system_prompt=settings.system_prompt,
+        conversational=settings.conversational,
+    )
+
+
+QARL = Method(
+    "train",
+    "Train by QaRL or GRPO on low-bit rollouts",
+    QaRLScriptArguments,
+    "config.QaRLConfig",
+    "trainer.QaRLTrainer",
+    "GRPOConfig",
+    _load_problems,
+)
+RLOO = Method(
+    "rloo",
+    "Train by TRL's RLOO on low-bit rollouts",
+    QaRLScriptArguments,
+    "trainers.configs.LowBitRLOOConfig",
+    "trainers.rloo.LowBitRLOOTrainer",
+    "RLOOConfig",
+    _load_problems,
+)
+SFT = Method(
+    "sft",
+    "Fine-tune low-bit weights on given texts by TRL's SFT",
+    DataArguments,
+    "trainers.configs.LowBitSFTConfig",
+    "trainers.sft.LowBitSFTTrainer",
+    "SFTConfig",
+    _load_rows,
+)
+DISTILL = Method(
+    "distill",
+    "Distill a model in high precision into low bits by TRL's distillation",
+    DistillationArguments,
+    "trainers.configs.LowBitDistillationConfig",
+    "trainers.distillation.LowBitDistillationTrainer",
+    "DistillationConfig",
+    _load_prompts,
+)

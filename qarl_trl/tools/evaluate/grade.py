@@ -1,0 +1,101 @@
+"""Grade completions with reward functions, called as TRL's trainer calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+# The reward function of the suites: its name is also that of its references.
+MATH_REWARD = "math_reward"
+
+Reward = Callable[..., Any]
+
+
+def reward_names(rewards: Sequence[Reward]) -> list[str]:
+    """
+    The names of reward functions, as TRL names their metrics.
+
+    Args:
+        rewards: The functions.
+
+    Raises:
+        ValueError: if two have one name.
+    """
+    names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--reward_funcs must have different names, got {', '.join(names)}.")
+    return names
+
+
+def grade(reward: Reward, problem: Mapping[str, Any], completions: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """
+    The rewards of the completions of one problem.
+
+    Args:
+        reward: The reward function. It gets `prompts`, `completions`, `completion_ids` and `answer`, as in training
+            from a recipe, but nothing of the trainer.
+        problem: From [`~qarl_trl.tools.evaluate.suites.load_problems`].
+        completions: Each with its `text` and its `token_ids`.
+
+    Returns:
+        A number for each completion; `None` where the function does not apply.
+
+    Raises:
+        ValueError: if there are not as many rewards as completions.
+    """
+    texts = [completion["text"] for completion in completions]
+    answers: list[Any] = texts
+    # In training a chat prompt has a chat message for an answer.
+    if not isinstance(problem["messages"], str):
+        answers = [[{"role": "assistant", "content": text}] for text in texts]
+
+    rewards = reward(
+        prompts=[problem["messages"]] * len(texts),
+        completions=answers,
+        completion_ids=[completion["token_ids"] for completion in completions],
+        answer=[problem["answer"]] * len(texts),
+    )
+    if inspect.isawaitable(rewards):
+        rewards = asyncio.run(_result_of(rewards))
+
+    if len(rewards) != len(texts):
+        name = getattr(reward, "__name__", reward)
+        raise ValueError(f"The reward function {name!r} must give {len(texts)} rewards, got {len(rewards)}.")
+    return [_number(value) for value in rewards]
+
+
+async def _result_of(rewards: Any) -> Any:
+    return await rewards
+
+
+def _number(reward: Any) -> float | None:
+    """A reward as a float; for TRL NaN means the same as `None`."""
+    if reward is None:
+        return None
+    number = float(reward)
+    return None if number != number else number
+
+
+def try_rewards(rewards: Sequence[Reward], problem: Mapping[str, Any]) -> None:
+    """
+    Call each reward function with an empty answer, before an engine starts.
+
+    Args:
+        rewards: The functions.
+        problem: Any problem.
+
+    Raises:
+        ValueError: with the error of a function that fails.
+    """
+    empty = [{"text": "", "token_ids": []}]
+    for name, reward in zip(reward_names(rewards), rewards, strict=True):
+        try:
+            grade(reward, problem, empty)
+        except Exception as error:  # any error of a user's function
+            raise ValueError(
+                f"The reward function {name!r} fails on an empty answer: {type(error).__name__}: {error}. `eval` "
+                "gives it prompts, completions, completion_ids and answer."
+            ) from error

@@ -1,0 +1,53 @@
+"""Settings of TRL's trainers on low-bit weights. They load without vLLM, so that a dry run is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers.hf_argparser import HfArg
+from trl import DistillationConfig, RLOOConfig, SFTConfig
+
+from .settings import LowBitConfig
+
+
+@dataclass
+class LowBitSFTConfig(LowBitConfig, SFTConfig):
+    """Configuration of [`LowBitSFTTrainer`]: the fields of [`~trl.SFTConfig`] and those of [`LowBitConfig`]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # TRL fails at both, but after it has loaded the model.
+        if self.activation_offloading and self.device.type == "cpu":
+            raise ValueError("activation_offloading needs a GPU, whose activations it keeps in host memory.")
+        if self.padding_free and not self.packing and self.max_length is not None:
+            raise ValueError(
+                f"padding_free without packing does not cut rows to max_length={self.max_length}. Set packing: true, "
+                "or max_length: null."
+            )
+
+
+@dataclass
+class LowBitRLOOConfig(LowBitConfig, RLOOConfig):
+    """Configuration of [`LowBitRLOOTrainer`]: the fields of [`~trl.RLOOConfig`] and those of [`LowBitConfig`]."""
+
+
+@dataclass
+class LowBitDistillationConfig(LowBitConfig, DistillationConfig):
+    """
+    Configuration of [`LowBitDistillationTrainer`]: the fields of [`~trl.DistillationConfig`], those of
+    [`LowBitConfig`], and the field below.
+
+    Without `teacher_model_name_or_path` the teacher is the run's own start in high precision.
+    """
+
+    distill_on: Literal["rollouts", "answers"] = HfArg(
+        default="rollouts",
+        help="Where teacher and student are compared. 'rollouts': on what the student samples, as in TRL. 'answers': "
+        "on the column `completion` of the data, so that nothing is sampled.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distill_on == "answers" and self.use_vllm:
+            raise ValueError("distill_on='answers' samples nothing: set use_vllm: false, or distill_on: rollouts.")

@@ -1,0 +1,119 @@
+"""The teacher of a distillation whose teacher is the run's own start, in the form that costs least memory.
+
+- With an adapter that is merged before each quantization, the base weights never change. They are the teacher, and
+  cost nothing ([`BaseOfAdapter`]).
+- Without an adapter the master weights are trained, and a frozen base has only low-bit weights. Then the teacher is a
+  second model. TRL loads it in the dtype of the checkpoint: 2 bytes a weight in bfloat16, beside 16 of a student that
+  is trained with AdamW in float32.
+- FSDP2 and ZeRO-3 gather low-bit weights of a layer, or all of them for one model at a time: there, too, the teacher
+  is a second model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .._compat.sharding import fsdp_settings, is_zero3
+from ..quant.layers.layer import quantized_modules
+from ..quant.names import adapter_configs
+
+
+def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
+    """
+    Whether the base weights of an adapter are the teacher.
+
+    Args:
+        args: The config of the run.
+        peft_config: The adapter that the run adds to its model; `None` without one.
+    """
+    if peft_config is None or args.frozen:
+        return False
+    # Of such modules, among them the output layer, the adapter trains copies.
+    if getattr(peft_config, "modules_to_save", None):
+        return False
+    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
+    return not is_sharded
+
+
+def own_start(model: str | nn.Module, args: Any) -> str | nn.Module:
+    """
+    The start of a run as a second model: its name, or a copy of a model that is loaded.
+
+    Args:
+        model: The trainer's model, or its name.
+        args: The config of the run; its `teacher_model_init_kwargs` become those of the student, but for the dtype.
+
+    Raises:
+        ValueError: if the student would equal its start, or the model has an adapter already.
+    """
+    if not (args.quantized and args.quantize_learner):
+        raise ValueError(
+            "teacher_model_name_or_path is missing: without low-bit weights in the learner, the student equals its "
+            "own start. Name a teacher, or set quant_scheme and quantize_learner."
+        )
+    if not isinstance(model, str):
+        if adapter_configs(model, None):
+            raise ValueError("A PeftModel has no start of its own to learn from: merge it, or give teacher_model.")
+        return copy.deepcopy(model)
+
+    loading = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "dtype"}
+    args.teacher_model_init_kwargs = loading | (args.teacher_model_init_kwargs or {})
+    return model
+
+
+class BaseOfAdapter(nn.Module):
+    """
+    The base of a student's adapter in high precision, in the place of TRL's teacher model.
+
+    Args:
+        student: The `PeftModel`, whose low-bit layers merge the adapter before each quantization.
+    """
+
+    def __init__(self, student: Any) -> None:
+        super().__init__()
+        # Not as an attribute: it would become a part of this module, and `eval()` would reach it.
+        self._of = (student,)
+
+    @property
+    def config(self) -> Any:
+        """The student's config."""
+        return self._of[0].config
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer, which no adapter changes."""
+        return self._of[0].get_output_embeddings()
+
+    def base_model(self, **inputs: Any) -> Any:
+        """
+        The backbone's forward, called as TRL calls that of a model.
+
+        Args:
+            inputs: The arguments of the backbone of transformers' model.
+        """
+        (student,) = self._of
+        was_training = student.training
+        with _in_high_precision(student), student.disable_adapter():
+            student.eval()
+            try:
+                return student.get_base_model().base_model(**inputs)
+            finally:
+                student.train(was_training)
+
+
+@contextmanager
+def _in_high_precision(model: nn.Module) -> Iterator[None]:
+    """Let the low-bit layers of a model multiply by their master weights."""
+    layers = [layer for _, layer in quantized_modules(model)]
+    before = [layer.quantized_forward for layer in layers]
+    for layer in layers:
+        layer.quantized_forward = False
+    try:
+        yield
+    finally:
+        for layer, quantized in zip(layers, before, strict=True):
+            layer.quantized_forward = quantized

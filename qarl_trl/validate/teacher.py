@@ -1,0 +1,67 @@
+"""Check the teacher of a distillation before a model loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from ..quant.source import QuantizedSource
+from .types import RunSettings, TrainerArguments
+
+
+def check_teacher(
+    model: str | nn.Module,
+    config: PretrainedConfig,
+    source: QuantizedSource | None,
+    args: RunSettings,
+    trainer_arguments: TrainerArguments,
+) -> None:
+    """
+    Refuse a teacher of another vocabulary, and one that has nothing to teach.
+
+    Args:
+        model: The student, or its name.
+        config: The student's config.
+        source: The quantized checkpoint that the run starts from.
+        args: Settings of the run. Only those of a distillation have a teacher.
+        trainer_arguments: All arguments of the trainer by name.
+
+    Raises:
+        ValueError: if the teacher is not found, the vocabularies differ, or a quantized checkpoint would be its own
+            teacher.
+    """
+    if not hasattr(args, "teacher_model_name_or_path"):
+        return
+
+    teacher: Any = trainer_arguments.get("teacher_model")
+    if source is not None and teacher in (None, model):
+        raise ValueError(
+            "teacher_model_name_or_path is missing: the run starts from a quantized checkpoint, whose own weights "
+            "have nothing to teach. Name the model that it was made from."
+        )
+    if teacher is None:
+        return
+
+    vocabulary = config.get_text_config().vocab_size
+    of_teacher = _config_of(teacher, args).get_text_config().vocab_size
+    if of_teacher != vocabulary:
+        raise ValueError(
+            f"teacher_model must have the student's vocabulary of {vocabulary} tokens, got {of_teacher}: the loss "
+            "compares the two token by token."
+        )
+
+
+def _config_of(teacher: Any, args: RunSettings) -> PretrainedConfig:
+    """The config of a teacher, or of a teacher's name."""
+    if not isinstance(teacher, str):
+        return teacher.config
+    loading = getattr(args, "teacher_model_init_kwargs", None) or {}
+    revision = loading.get("revision") or getattr(args, "teacher_model_revision", None)
+    try:
+        return AutoConfig.from_pretrained(teacher, revision=revision, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError) as error:
+        # Not every message of transformers has the name.
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"teacher_model={teacher!r} cannot be read: {reason}") from error

@@ -1,0 +1,160 @@
+"""Tables of the real model: errors, pairs, and the pages that hold them; and the commits that all cells name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import real_arms
+import real_table
+
+
+ROOT = Path(__file__).parents[2]
+MODELS = ("low_bit", "masters")
+
+
+def cell(right: list[int]) -> dict:
+    """A cell whose low-bit model answered each problem four times, so many of them right."""
+    return {"arm": "a", "samples": 4, "scores": {"low_bit": right}, "start_sha256": "a"}
+
+
+def write_cell(arm: str, seed: int, right_of_four: int, start: str = "a") -> None:
+    """The file of a cell that answered three problems four times each, so many right of each."""
+    path = real_arms.file_of("g64", arm, seed)
+    path.parent.mkdir(exist_ok=True)
+    scores = {name: [right_of_four] * 3 for name in MODELS}
+    path.write_text(json.dumps({"arm": arm, "seed": seed, "samples": 4, "scores": scores, "start_sha256": start}))
+
+
+# Pages --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_table_of_the_pages_is_what_the_script_makes(tmp_path):
+    made = real_table.tables()
+
+    for page in real_table.PAGES:
+        copy_of_page = tmp_path / page.name
+        copy_of_page.write_text(page.read_text())
+        real_table.put_tables(copy_of_page, made)
+        assert copy_of_page.read_text() == page.read_text()
+
+    text = "".join(page.read_text() for page in real_table.PAGES)
+    assert [mark for mark in made if mark not in text] == []
+
+
+def test_a_table_that_is_not_of_the_cells_is_replaced(tmp_path):
+    page = tmp_path / "page.md"
+    mark = "<!-- real: noise -->\n"
+    page.write_text(f"before\n{mark}| another figure |\n<!-- end -->\nafter\n")
+
+    real_table.put_tables(page, {mark: "| a |"})
+
+    assert page.read_text() == f"before\n{mark}| a |\n<!-- end -->\nafter\n"
+
+
+def cells_without_a_commit(files: list[Path], commits: set[str]) -> list[str]:
+    """Those that name a commit which is not there, or uncommitted changes."""
+    wrong = []
+    for file in files:
+        named = json.loads(file.read_text())["machine"]["commit"]
+        if not any(commit.startswith(named) for commit in commits):
+            wrong.append(file.name)
+    return wrong
+
+
+def test_every_cell_names_a_commit_of_this_repository(tmp_path):
+    shallow = subprocess.check_output(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, text=True).strip()
+    if shallow == "true":
+        pytest.skip("a shallow clone has no history to look commits up in")
+    commits = set(subprocess.check_output(["git", "rev-list", "HEAD"], cwd=ROOT, text=True).split())
+    files = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+
+    assert len(files) > 100
+    assert cells_without_a_commit(files, commits) == []
+
+    # Controls: changes that were not committed, and a commit that is not there.
+    known = json.loads(files[0].read_text())["machine"]["commit"]
+    (tmp_path / "changes.json").write_text(json.dumps({"machine": {"commit": f"{known}+changes"}}))
+    (tmp_path / "lost.json").write_text(json.dumps({"machine": {"commit": "000000000000"}}))
+    assert cells_without_a_commit(sorted(tmp_path.iterdir()), commits) == ["changes.json", "lost.json"]
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_an_accuracy_holds_the_choice_of_problems_and_of_seeds():
+    cells = [cell([4, 0, 2]), cell([2, 0, 0])]
+
+    mean, error = real_table.accuracy(cells, "low_bit")
+
+    # In percent, by problem and by seed.
+    problems = [75.0, 0.0, 25.0]
+    seeds = [50.0, 50 / 3]
+    assert mean == pytest.approx(sum(seeds) / 2)
+    by_problem = sum((problem - mean) ** 2 for problem in problems) / 2 / 3
+    by_seed = sum((seed - mean) ** 2 for seed in seeds) / 1 / 2
+    assert error == pytest.approx((by_problem + by_seed) ** 0.5)
+
+
+def test_the_error_of_a_single_seed_holds_the_choice_of_problems():
+    _, error = real_table.accuracy([cell([4, 0, 2])], "low_bit")
+
+    assert error == pytest.approx((2500 / 3) ** 0.5)  # of 100, 0 and 50 percent
+    assert error == pytest.approx(real_table.error_of_problems([100.0, 0.0, 50.0]))
+
+
+def test_a_difference_is_that_of_the_same_problems():
+    first = cell([4, 0, 2])
+    second = cell([2, 0, 0])
+
+    points = real_table.difference(first, second, ("low_bit", "low_bit"))
+    assert points == [-50.0, 0.0, -50.0]
+    assert real_table.error_of_problems(points) == pytest.approx(50 / 3)
+
+    # Control: the error of two models that know nothing of each other is larger.
+    apart = [real_table.error_of_problems(real_table.shares(one, "low_bit")) for one in (first, second)]
+    assert sum(error**2 for error in apart) ** 0.5 > 50 / 3
+
+
+def test_cells_of_two_starts_are_not_compared():
+    with pytest.raises(ValueError, match="must have one start"):
+        real_table.difference(cell([1]), cell([1]) | {"start_sha256": "b"}, ("low_bit", "low_bit"))
+
+
+def test_two_seeds_are_printed_and_three_have_a_mean(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
+    for seed, right in enumerate((1, 4)):
+        write_cell("rollout-only GRPO", seed, right_of_four=1)
+        write_cell("QaRL GRPO", seed, right_of_four=right)
+
+    def row(seeds: str, points: str) -> str:
+        return f"| the learner's weights | rollout-only GRPO | QaRL GRPO | {seeds} | {points} | {points} |"
+
+    two = "+0.0 ± 0.0, +75.0 ± 0.0 | -"
+    assert row("0, 1", two) in real_table.differences_table("g64").splitlines()
+
+    write_cell("rollout-only GRPO", 2, right_of_four=1)
+    write_cell("QaRL GRPO", 2, right_of_four=1)
+    three = "+0.0 ± 0.0, +75.0 ± 0.0, +0.0 ± 0.0 | +25.0 ± 25.0"
+    assert row("0, 1, 2", three) in real_table.differences_table("g64").splitlines()
+
+
+def test_a_pair_needs_both_models_of_equal_loss_and_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
+    write_cell("rollout-only GRPO", 0, right_of_four=1)
+    write_cell("QaRL GRPO", 0, right_of_four=2)
+    write_cell("QaRL GRPO", 1, right_of_four=4)
+    write_cell("rollout-only TBPO", 1, right_of_four=1)
+
+    (pair,) = real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))
+    assert (pair.regime, pair.loss, pair.seed, pair.mean) == ("g64", "GRPO", 0, 25.0)
+    assert real_table.pairs_of_choice(("rollout-only", "gptq"), ("QaRL", "gptq")) == []
+
+
+def test_the_table_says_which_arms_did_not_run():
+    every_arm_ran = all(real_table.cells_of("g64", arm) for arm in real_arms.ARMS)
+
+    assert ("Not run: " in real_table.cells_table("g64")) == (not every_arm_ran)
+    assert "Not run: " in real_table.cells_table("fp8")

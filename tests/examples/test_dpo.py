@@ -1,0 +1,36 @@
+"""`examples/dpo`: a trainer of a user's own, from preferences to a model in 4 bits."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from slow.toys import save_model, stored_tensors
+
+
+FOLDER = Path(__file__).parents[2] / "examples" / "dpo"
+
+
+@pytest.fixture
+def dpo():
+    """The script, imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        import dpo
+
+        yield dpo
+        sys.modules.pop("dpo")
+
+
+def test_it_trains_and_saves_a_low_bit_model(dpo, tmp_path):
+    model = save_model(tmp_path / "model", layers=1)
+    rows = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}#", "rejected": f"{n}#"} for n in range(16)]
+    data = tmp_path / "preferences.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    dpo.main(model, str(data), str(tmp_path / "trained"), "1")
+
+    stored = stored_tensors(tmp_path / "trained")
+    assert "model.layers.0.mlp.down_proj.weight_packed" in stored
+    card = (tmp_path / "trained" / "README.md").read_text()
+    assert "trained with TRL's DPO trainer" in card

@@ -1,0 +1,214 @@
+"""RLOO and distillation beside a real engine, and TRL's trainers under FSDP2: one producer, three readers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slow.isolated import isolated, isolated_group
+from slow.processes import FSDP2, shard_on_cpu, whole_arrays
+from slow.test_invariants import _agree, _changed_layers, _record_forward, _sync_another_and_back
+from slow.toys import (
+    CHARACTERS,
+    distinct_characters,
+    engine_logprobs,
+    fresh_engine_logprobs,
+    logged,
+    prompts,
+    random_adapter,
+    randomize_adapter,
+    save_model,
+    settings,
+    stored_tensors,
+    sync,
+)
+
+
+pytestmark = pytest.mark.slow
+# Of `slow.toys.settings`, what only GRPO and TBPO have.
+OF_GRPO = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high")
+OF_GROUPS = ("num_generations", "steps_per_generation")
+KINDS = ["rloo", "distillation", "distillation-merged", "distillation-frozen"]
+
+
+def _make(kind: str, model: str, folder: Path, **changes: Any) -> Any:
+    """A trainer of `slow.toys.settings`; a student learns from its own start."""
+    from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, LowBitRLOOConfig, LowBitRLOOTrainer
+
+    name, _, base = kind.partition("-")
+    values = settings(folder, **changes)
+    left_out = OF_GRPO if name == "rloo" else (*OF_GRPO, *OF_GROUPS)
+    values = {key: value for key, value in values.items() if key not in left_out}
+    values["lora_base"] = base or "merged"
+    peft_config = random_adapter() if base else None
+
+    if name == "rloo":
+        args = LowBitRLOOConfig(**values)
+        return LowBitRLOOTrainer(model, distinct_characters, args, train_dataset=prompts(), peft_config=peft_config)
+    args = LowBitDistillationConfig(**values, beta=0.0)
+    return LowBitDistillationTrainer(model, None, args, train_dataset=prompts(), peft_config=peft_config)
+
+
+# Beside an engine ----------------------------------------------------------------------------------------------------
+
+
+def _train_and_compare(kind: str, model: str, folder: str) -> dict[str, Any]:
+    from qarl_trl.quant import iter_low_bit_weights
+
+    trainer = _make(kind, model, Path(folder) / "run")
+    if "-" in kind:
+        randomize_adapter(trainer.model)
+    before = dict(iter_low_bit_weights(trainer.model))
+    trainer.train()
+
+    engine = trainer.vllm_generation
+    synced = sync(engine)
+    answers = engine_logprobs(engine.llm)
+    facts = {"losses": logged(trainer, "loss"), "answers": answers, "syncs": engine.num_syncs}
+
+    saved_to = Path(folder) / "saved"
+    trainer.save_model(saved_to)
+    if not kind.endswith("frozen"):
+        forward = _record_forward(trainer.model)
+        saved = stored_tensors(saved_to / "low_bit" if "-" in kind else saved_to)
+        facts |= {
+            "changed": _changed_layers(before, saved),
+            "saved_is_synced": set(saved) == set(synced) and _agree(saved, synced),
+            "forward_layers": len({name.rpartition(".")[0] for name in forward}),
+            "forward_is_synced": _agree(forward, synced),
+        }
+
+    answers_of_other, answers_again = _sync_another_and_back(trainer)
+    return facts | {"answers_of_other": answers_of_other, "answers_again": answers_again}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def outcome(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_model(folder / "model", layers=1, norms=True)
+    return request.param, folder, isolated(_train_and_compare, request.param, model, str(folder))
+
+
+def test_forward_synced_and_saved_tensors_are_the_same_bytes(outcome):
+    kind, _, result = outcome
+    if kind.endswith("frozen"):
+        return  # its base is never written again: tests/slow/test_frozen.py
+
+    assert result["forward_layers"] == 7
+    assert result["forward_is_synced"]
+    assert result["saved_is_synced"]
+    # Control: training changed what is compared.
+    assert len(result["changed"]) == (5 if "-" in kind else 7)
+
+
+def test_syncing_a_then_b_then_a_gives_the_first_answers_bit_for_bit(outcome):
+    _, _, result = outcome
+
+    assert result["answers_again"] == result["answers"]
+    # Control: the engine does follow a weight sync.
+    assert result["answers_of_other"] != result["answers"]
+
+
+def test_each_update_samples_with_new_weights(outcome):
+    kind, _, result = outcome
+
+    assert len(result["losses"]) == 4
+    # One before each rollout batch, and one by this test. RLOO has two updates to a batch.
+    assert result["syncs"] == (3 if kind == "rloo" else 5)
+
+
+def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(outcome):
+    kind, folder, result = outcome
+    if kind.endswith("frozen"):
+        return
+
+    saved = folder / "saved" / "low_bit" if "-" in kind else folder / "saved"
+    assert isolated(fresh_engine_logprobs, str(saved)) == result["answers"]
+
+
+def _train_with_engine(kind: str, model: str, folder: str, resume: str | None) -> dict[str, Any]:
+    changes = {"save_strategy": "steps", "save_steps": 1}
+    trainer = _make(kind, model, Path(folder), **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return whole_arrays(trainer)
+
+
+@pytest.mark.parametrize("kind", ["rloo", "distillation"])
+def test_a_run_beside_an_engine_resumes_bit_for_bit(kind, tmp_path):
+    """RLOO from the middle of a rollout batch."""
+    model = save_model(tmp_path / "model", layers=1)
+    straight = isolated(_train_with_engine, kind, model, str(tmp_path / "straight"), None)
+
+    checkpoint = str(tmp_path / "straight" / "checkpoint-3")
+    resumed = isolated(_train_with_engine, kind, model, str(tmp_path / "resumed"), checkpoint)
+
+    assert straight.keys() == resumed.keys()
+    assert all((resumed[name] == array).all() for name, array in straight.items())
+    # Control: the last update did change the weights.
+    earlier = load_file(Path(checkpoint) / "model.safetensors")
+    assert any((earlier[name].numpy() != array).any() for name, array in straight.items() if name in earlier)
+
+
+# Under FSDP2 ---------------------------------------------------------------------------------------------------------
+
+
+def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
+    """Train two processes under FSDP2, and save."""
+    from datasets import Dataset
+
+    from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, LowBitSFTConfig, LowBitSFTTrainer
+
+    torch.set_num_threads(1)
+    os.environ.update(FSDP2)
+    shard_on_cpu()
+    rows = [{"prompt": f"{n}+{n}=", "completion": CHARACTERS[n % 10] * 4} for n in range(40, 72)]
+    values = {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": True,
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "save_strategy": "no",
+        "report_to": [],
+        "logging_steps": 1,
+    }
+    data = Dataset.from_list(rows)
+    if kind == "sft":
+        trainer = LowBitSFTTrainer(model, LowBitSFTConfig(**values), train_dataset=data)
+    else:
+        args = LowBitDistillationConfig(**values, distill_on="answers", max_completion_length=8)
+        trainer = LowBitDistillationTrainer(model, None, args, train_dataset=data)
+    assert trainer.accelerator.is_fsdp2
+
+    trainer.train()
+    trainer.save_model()
+    return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer)}
+
+
+@pytest.mark.parametrize("kind", ["sft", "distillation"])
+def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    model = save_model(tmp_path / "model", layers=1)
+    first, second = isolated_group(_train_sharded, 2, kind, model, str(tmp_path / "run"))
+
+    assert first["losses"] == second["losses"]
+    assert len(first["losses"]) == 3
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    trained = {name: torch.as_tensor(array) for name, array in first["weights"].items()}
+    assert not torch.equal(trained["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
+
+    plain.load_state_dict(trained)
+    expected = dict(iter_low_bit_weights(apply_quantization(plain, "W4A16")))
+    stored = stored_tensors(tmp_path / "run")
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())

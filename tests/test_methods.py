@@ -1,0 +1,120 @@
+"""`qarl_trl.methods`: the commands `sft`, `rloo` and `distill`, from a recipe to a model that vLLM loads."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from slow.toys import save_model, stored_tensors
+
+from qarl_trl import cli
+from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
+from qarl_trl.train import _groups, parse
+
+
+METHODS = {"sft": SFT, "rloo": RLOO, "distill": DISTILL}
+# What a recipe for each needs besides model, data and folder.
+SETTINGS = {
+    "sft": "packing: true\nmax_length: 32\n",
+    "rloo": "num_generations: 2\nmax_completion_length: 4\nconversational: false\nbeta: 0.0\n",
+    "distill": "distill_on: answers\ncompletion_column: answer\nconversational: false\nbeta: 0.0\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """A cache of data sets for each test."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Factory: the recipe of a command, a file."""
+    model = save_model(tmp_path / "model", layers=1)
+    rows = [{"text": f"{n}+1={n + 1}", "problem": f"{n}+1=", "answer": str(n + 1)} for n in range(10, 26)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write(command, more=""):
+        path = tmp_path / f"{command}.yaml"
+        path.write_text(
+            f"model_name_or_path: {model}\ndtype: float32\ndataset_name_or_path: {data}\n"
+            f"output_dir: {tmp_path / 'out'}\nuse_cpu: true\nbf16: false\nreport_to: []\nmax_steps: 1\n"
+            f"per_device_train_batch_size: 4\nsave_strategy: 'no'\nlogging_steps: 1\n{SETTINGS[command]}{more}"
+        )
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_a_recipe_ends_in_a_low_bit_model(recipe, tmp_path, command):
+    cli.main([command, "--config", recipe(command)])
+
+    assert "model.layers.0.mlp.down_proj.weight_packed" in stored_tensors(tmp_path / "out")
+    assert "1 optimizer step" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_a_dry_run_prints_the_settings_and_loads_nothing(recipe, capsys, monkeypatch, command):
+    monkeypatch.setattr("qarl_trl.train.make_trainer", lambda *args: pytest.fail("a dry run must not train"))
+
+    cli.main([command, "--config", recipe(command), "--dry_run"])
+
+    said = capsys.readouterr().out
+    assert "scheme W4A16, learner quantized" in said
+    assert "update: 4" in said
+    assert ("rollout batch" in said) == (command == "rloo")
+
+
+@pytest.mark.parametrize("command", METHODS)
+def test_help_names_the_command_and_its_own_fields(capsys, command):
+    cli.main([command, "--help"])
+
+    said = capsys.readouterr().out
+    assert f"usage: qarl-trl {command} --config FILE" in said
+    assert f"qarl_trl.cli {command}" in said
+    assert ("--reward_funcs" in said) == (command == "rloo")
+    assert ("--distill_on" in said) == (command == "distill")
+    assert "--tbpo_delta_low" not in said
+    assert METHODS[command].trl_config in said
+    assert "--quant_scheme" in said
+
+
+@pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
+def test_the_config_is_that_of_its_trainer_and_of_trl(method):
+    _, config, _ = _groups(method)
+    stock = {field.name for base in config.__mro__ if base.__name__ == method.trl_config for field in fields(base)}
+
+    assert stock
+    assert stock <= {field.name for field in fields(config)}
+    assert method.trainer_class().__annotations__["args"] == config.__name__
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "words"),
+    [
+        ("sft", "reward_funcs: [math_reward]\n", "reward_funcs is not a key of a recipe"),
+        ("sft", "dataset_text_field: body\n", "must have a column 'body'"),
+        ("rloo", "loss_type: tbpo\n", "loss_type is not a key of a recipe"),
+        ("distill", "use_vllm: true\n", "distill_on='answers' samples nothing"),
+        ("distill", "quantize_learner: false\n", "the student equals its own start"),
+        ("distill", "completion_column: solution\n", "no solution. Set completion_column"),
+        ("distill", "teacher_model_name_or_path: no/such-teacher\n", "no/such-teacher"),
+    ],
+)
+def test_bad_input_ends_in_one_line(recipe, capsys, command, more, words):
+    path = recipe(command, more)  # of a key that is there twice, YAML takes the last one
+
+    with pytest.raises(SystemExit) as stop:
+        cli.main([command, "--config", path])
+
+    assert stop.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qarl-trl ")]
+    assert len(said) == 1
+    assert said[0].startswith(f"qarl-trl {command}: ")
+    assert words in said[0]
+
+
+def test_data_that_are_missing_are_named(recipe):
+    with pytest.raises(ValueError, match="dataset_name_or_path is missing"):
+        parse(["--config", recipe("sft"), "--dataset_name_or_path", ""], method=SFT)

@@ -1,0 +1,267 @@
+"""`qarl_trl.LowBitDistillationTrainer`: teachers, given answers, adapters, and refusals before a model loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_tokenizer
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from slow.toys import prompts, randomize_adapter, save_model, stored_tensors
+from toy_runs import adapter
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer
+from trainers.runs import losses, pairs, same_weights, settings, weights
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    """A toy with other weights than `dense_model`."""
+    return save_model(tmp_path_factory.mktemp("other") / "teacher", layers=1, seed=1)
+
+
+def make(model, folder, data=None, teacher=None, peft_config=None, processing_class=None, **changes):
+    """A student on given answers, if `changes` do not say otherwise."""
+    values = {"distill_on": "answers", "max_completion_length": 8, "beta": 0.0} | changes
+    args = LowBitDistillationConfig(**settings(folder, **values))
+    data = pairs() if data is None else data
+    return LowBitDistillationTrainer(
+        model, teacher, args, train_dataset=data, processing_class=processing_class, peft_config=peft_config
+    )
+
+
+# The teacher ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distill_on", ["rollouts", "answers"])
+def test_a_student_comes_closer_to_its_own_start(dense_model, tmp_path, distill_on):
+    changes = {"distill_on": distill_on, "max_steps": 12, "learning_rate": 1e-4, "per_device_train_batch_size": 16}
+    trainer = make(dense_model, tmp_path / "run", **changes)
+    trainer.train()
+    trainer.save_model()
+
+    divergences = losses(trainer)
+    assert divergences[0] > 0.005
+    assert sum(divergences[-3:]) < 0.7 * sum(divergences[:3])
+    assert "distilled from its own start in high precision" in (tmp_path / "run" / "README.md").read_text()
+    # The start is still what it was.
+    start = AutoModelForCausalLM.from_pretrained(dense_model).state_dict()
+    teacher = trainer.teacher_model.state_dict()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in teacher.items())
+
+
+def test_a_model_that_is_loaded_already_is_copied_for_its_teacher(dense_model, tmp_path):
+    by_name = make(dense_model, tmp_path / "name")
+    by_name.train()
+
+    loaded = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+    by_model = make(loaded, tmp_path / "model")
+    by_model.train()
+
+    assert losses(by_model) == losses(by_name)
+    assert same_weights(by_model, by_name)
+
+
+def test_the_base_of_a_merged_adapter_is_the_teacher_bit_for_bit_and_there_is_no_second_model(
+    dense_model, other_model, tmp_path
+):
+    shared = make(dense_model, tmp_path / "shared", peft_config=adapter(), max_steps=4)
+    second = make(dense_model, tmp_path / "second", teacher=dense_model, peft_config=adapter(), max_steps=4)
+    assert not list(shared.teacher_model.parameters())
+    assert list(second.teacher_model.parameters())
+
+    shared.train()
+    second.train()
+
+    assert losses(shared) == losses(second)
+    assert losses(shared)[0] > 0.005
+    assert same_weights(shared, second)
+    # Control: with another teacher the losses are others.
+    other = make(dense_model, tmp_path / "other", teacher=other_model, peft_config=adapter(), max_steps=4)
+    other.train()
+    assert losses(other) != losses(shared)
+
+
+def test_asking_the_base_leaves_the_student_as_it_was(dense_model, tmp_path):
+    trainer = make(dense_model, tmp_path, peft_config=adapter())
+    randomize_adapter(trainer.model)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    trainer.model.train()
+    with torch.no_grad():
+        before = trainer.model(tokens).logits
+        of_teacher = trainer.teacher_model.base_model(input_ids=tokens).last_hidden_state
+        after = trainer.model(tokens).logits
+
+    assert torch.equal(after, before)
+    assert trainer.model.training
+    trained = [parameter.requires_grad for name, parameter in trainer.model.named_parameters() if "lora_" in name]
+    assert all(trained)
+
+    plain = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+    with torch.no_grad():
+        expected = plain.base_model(input_ids=tokens).last_hidden_state
+    assert torch.equal(of_teacher, expected)
+
+
+def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
+    trainer = make(dense_model, tmp_path, peft_config=adapter(), lora_base="frozen", max_steps=4)
+    start = weights(trainer)
+    names = {type(module).__name__ for module in trainer.teacher_model.modules()}
+    assert "Linear" in names
+    assert not any("Frozen" in name for name in names)
+
+    trainer.train()
+    trainer.save_model()
+
+    assert losses(trainer)[0] > 0.005
+    moved = {name for name, weight in weights(trainer).items() if not torch.equal(weight, start[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    assert (tmp_path / "base" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_student_and_teacher_compute_in_the_precision_of_the_run(dense_model, tmp_path, bf16):
+    """TRL's own trainer computes in the dtype of the weights, whatever `bf16` says."""
+    trainer = make(dense_model, tmp_path, max_steps=1, bf16=bf16)
+    dtypes = set()
+    for model in (trainer.model, trainer.teacher_model):
+        layer = model.model.layers[0].mlp.down_proj
+        layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
+
+    trainer.train()
+
+    assert dtypes == {torch.bfloat16 if bf16 else torch.float32}
+
+
+# Given answers -------------------------------------------------------------------------------------------------------
+
+
+def test_answers_end_at_their_end_token_and_are_cut_to_the_longest(dense_model, tmp_path):
+    rows = [{"prompt": "1+1=", "completion": "2#"}, {"prompt": "2+2=", "completion": "4" * 20}]
+    trainer = make(dense_model, tmp_path, Dataset.from_list(rows * 4))
+    tokenizer = make_tokenizer("0123456789+=;# ")
+
+    batch = trainer._generate_and_score_completions(rows)
+
+    short, long = batch["completion_ids"]
+    assert short.tolist() == [*tokenizer("2#")["input_ids"], 1, *[0] * 5]
+    assert batch["completion_mask"][0].tolist() == [1] * 3 + [0] * 5
+    assert long.tolist() == tokenizer("4" * 8)["input_ids"]
+    assert batch["prompt_ids"][0].tolist() == tokenizer("1+1=")["input_ids"]
+    assert batch["num_items_in_batch"] == 11
+
+
+def chat_rows():
+    return [
+        {
+            "prompt": [{"role": "user", "content": f"{n}+1="}],
+            "completion": [{"role": "assistant", "content": f"{n + 1}"}],
+        }
+        for n in range(10, 18)
+    ]
+
+
+def with_template(model, template):
+    """The tokenizer of a model, with a chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_answers_of_a_chat_are_what_its_template_writes_after_the_prompt(dense_model, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{{ '<eos>\\n' if m.role == 'assistant' else '' }}{% endfor %}"
+    tokenizer = with_template(dense_model, template)
+    trainer = make(dense_model, tmp_path, Dataset.from_list(chat_rows()), processing_class=tokenizer)
+
+    batch = trainer._generate_and_score_completions(chat_rows()[:1])
+
+    tokens = make_tokenizer("0123456789+=;# ")
+    assert batch["prompt_ids"][0].tolist() == tokens("10+1=")["input_ids"]
+    assert batch["completion_ids"][0].tolist() == [*tokens("11")["input_ids"], 1]
+
+    trainer._tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="renders a prompt otherwise when an answer follows"):
+        trainer._generate_and_score_completions(chat_rows()[:1])
+
+
+def test_a_run_on_answers_resumes_bit_for_bit_and_saves_what_the_forward_used(dense_model, tmp_path):
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    straight = make(dense_model, tmp_path / "run", **changes)
+    straight.train()
+    resumed = make(dense_model, tmp_path / "again", **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+
+    assert same_weights(resumed, straight)
+    with torch.no_grad():
+        straight.model(torch.tensor([[3, 4, 5]]))
+    straight.save_model()
+    stored = stored_tensors(tmp_path / "run")
+    for layer, weight in straight.low_bit_store.kept().items():
+        for local, tensor in weight.data.items():
+            assert torch.equal(stored[f"{layer.removesuffix('.weight')}.{local}"], tensor)
+
+
+def test_a_resumed_run_needs_the_same_teacher(dense_model, other_model, tmp_path):
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make(dense_model, tmp_path / "run", **changes).train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+
+    other = make(dense_model, tmp_path / "other", teacher=other_model, **changes)
+    with pytest.raises(ValueError, match="teacher_model_name_or_path was None there"):
+        other.train(resume_from_checkpoint=checkpoint)
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """A model that loads fails the test."""
+    monkeypatch.setattr(
+        "trl.trainer.distillation_trainer.create_model_from_path", lambda *_, **__: pytest.fail("it loaded")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quant_scheme": "none"}, "the student equals its own start"),
+        ({"quantize_learner": False}, "the student equals its own start"),
+        ({"data": prompts(8)}, "needs a column completion, and train_dataset has .'prompt'"),
+        ({"data": pairs(2)}, "at least 4 prompts, got 2.*per_device_train_batch_size=4"),
+        ({"teacher": "no/such-teacher"}, "teacher_model='no/such-teacher' cannot be read"),
+    ],
+)
+def test_what_cannot_teach_is_refused_before_a_model_loads(dense_model, tmp_path, nothing_loads, changes, words):
+    with pytest.raises(ValueError, match=words):
+        make(dense_model, tmp_path, **changes)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(dense_model, tmp_path, tiny_model, nothing_loads):
+    with pytest.raises(ValueError, match="student's vocabulary of 64 tokens, got 32"):
+        make(dense_model, tmp_path, teacher=tiny_model(vocab_size=32))
+
+
+def test_a_quantized_start_does_not_teach_itself(gptq_model, dense_model, tmp_path):
+    with pytest.raises(ValueError, match="starts from a quantized checkpoint.* Name the model"):
+        make(gptq_model, tmp_path / "refused", quant_scheme="checkpoint")
+
+    # Control: the model that it was made from does.
+    trainer = make(gptq_model, tmp_path / "taught", teacher=dense_model, quant_scheme="checkpoint")
+    trainer.train()
+    assert losses(trainer)[0] > 0.001
+
+
+def test_a_model_with_an_adapter_does_not_teach_itself(tiny_model, tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="PeftModel has no start of its own"):
+        make(model, tmp_path)
+
+
+def test_an_engine_beside_given_answers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="samples nothing"):
+        LowBitDistillationConfig(**settings(Path(tmp_path), distill_on="answers", use_vllm=True, bf16=True))

@@ -1,0 +1,128 @@
+"""`qarl_trl.LowBitSFTTrainer`: the options of TRL's SFT, adapters, and what is refused before a model loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from slow.test_invariants import _record_forward
+from slow.toys import stored_tensors
+from toy_runs import adapter
+from trl import SFTConfig, SFTTrainer
+
+from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer
+from trainers.runs import losses, pairs, same_weights, settings, weights
+
+
+def texts(number=32):
+    """Rows of texts."""
+    return Dataset.from_list([{"text": f"{n}+{n}={2 * n}#"} for n in range(40, 40 + number)])
+
+
+def make(model, folder, data=None, peft_config=None, **changes):
+    args = LowBitSFTConfig(**settings(folder, **changes))
+    return LowBitSFTTrainer(model, args, train_dataset=pairs() if data is None else data, peft_config=peft_config)
+
+
+# Settings of TRL's SFT: rows that share a sequence, which tokens count, losses, memory.
+OPTIONS = {
+    "bfd packing": {"packing": True, "max_length": 32},
+    "wrapped packing": {"packing": True, "packing_strategy": "wrapped", "max_length": 32},
+    "padding free": {"padding_free": True, "max_length": None},
+    "all tokens": {"completion_only_loss": False},
+    "dft": {"loss_type": "dft"},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_trl_means_the_same_with_the_scheme_off_and_trains_low_bit_weights(dense_model, tmp_path, option):
+    changes = OPTIONS[option]
+    args = SFTConfig(**settings(tmp_path / "stock", **changes))
+    stock = SFTTrainer(dense_model, args, train_dataset=pairs())
+    stock.train()
+    off = make(dense_model, tmp_path / "off", quant_scheme="none", **changes)
+    off.train()
+    low_bit = make(dense_model, tmp_path / "low", **changes)
+    low_bit.train()
+
+    assert losses(off) == losses(stock)
+    assert same_weights(off, stock)
+    assert losses(low_bit) != losses(stock)  # control
+    assert low_bit.low_bit_store.bypassed_layers() == []
+
+
+def test_rows_that_share_a_sequence_do_not_see_each_other(dense_model, tmp_path):
+    """The first loss: of packed rows and of rows with padding, over the same tokens."""
+    few = texts(4)
+    alone = make(dense_model, tmp_path / "alone", few, max_steps=1)
+    packed = make(
+        dense_model, tmp_path / "packed", few, max_steps=1, packing=True, max_length=64, per_device_train_batch_size=1
+    )
+    assert len(packed.train_dataset) == 1  # control: they share one
+
+    alone.train()
+    packed.train()
+
+    assert losses(packed)[0] == pytest.approx(losses(alone)[0], abs=1e-5)
+
+
+def test_a_merged_adapter_is_trained_and_the_merged_model_is_saved(dense_model, tmp_path):
+    trainer = make(dense_model, tmp_path, peft_config=adapter())
+    start = weights(trainer)
+    trainer.train()
+    trainer.save_model()
+
+    moved = {name for name, weight in weights(trainer).items() if not torch.equal(weight, start[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+    stored = stored_tensors(tmp_path / "low_bit")
+    used = _record_forward(trainer.model)
+    assert len({name.rpartition(".")[0] for name in used}) == 7
+    assert all(torch.equal(stored[name], tensor) for name, tensor in used.items())
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_an_adapter_beside_a_frozen_base_is_trained_and_resumes_bit_for_bit(dense_model, tmp_path):
+    changes = {"lora_base": "frozen", "save_strategy": "steps", "save_steps": 1}
+    straight = make(dense_model, tmp_path / "straight", peft_config=adapter(), **changes)
+    straight.train()
+
+    resumed = make(dense_model, tmp_path / "resumed", peft_config=adapter(), **changes)
+    start = weights(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
+
+    assert same_weights(resumed, straight)
+    assert not all(torch.equal(weight, start[name]) for name, weight in weights(straight).items())  # control
+    straight.save_model()
+    assert (tmp_path / "straight" / "base" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "words"),
+    [
+        (Dataset.from_list([{"problem": "1+1", "answer": "2"}]), {}, "column 'text' .dataset_text_field.* got"),
+        (texts(), {"dataset_text_field": "body"}, "column 'body'"),
+        (texts(), {"completion_only_loss": True}, "needs the columns prompt and completion"),
+    ],
+)
+def test_data_without_the_columns_are_refused_before_a_model_loads(dense_model, tmp_path, data, changes, words):
+    changed = settings(tmp_path, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trl.trainer.sft_trainer.create_model_from_path", lambda *_, **__: pytest.fail("it loaded"))
+        with pytest.raises(ValueError, match=words):
+            LowBitSFTTrainer(dense_model, LowBitSFTConfig(**changed), train_dataset=data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"padding_free": True}, "padding_free without packing does not cut rows to max_length=1024"),
+        ({"activation_offloading": True}, "activation_offloading needs a GPU"),
+        ({"use_liger_kernel": True}, "use_liger_kernel must be False"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        LowBitSFTConfig(**settings(tmp_path, **changes))

@@ -1,0 +1,267 @@
+"""
+What works, what is refused and what nobody tried: the table of docs/what_works.md, each row with its test.
+
+`python tests/works.py` writes the page.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "what_works.md"
+
+WORKS = "works"
+REFUSED = "refused"
+NOT_TRIED = "not tried"
+
+HEAD = """# What works, what does not
+
+Each row names the test that shows it. "refused" stops with one line before a model loads, unless the row says when.
+"not tried" means that no test runs it: it may work. "engine" is vLLM's engine on a CPU; on GPUs ran what
+[CONTRIBUTING](../CONTRIBUTING.md#versions) lists.
+
+`tests/works.py` writes this page.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    One row of the page.
+
+    Attributes:
+        what: A feature, in words.
+        state: `WORKS`, `REFUSED` or `NOT_TRIED`.
+        test: The name of the test that shows it; empty for what nobody tried.
+        note: What a user has to know.
+    """
+
+    what: str
+    state: str
+    test: str = ""
+    note: str = ""
+
+
+SECTIONS: dict[str, list[Row]] = {
+    "Trainers": [
+        Row("GRPO with TBPO (`QaRLTrainer`)", WORKS, "test_what_trains_is_tbpo"),
+        Row(
+            "GRPO with TRL's losses",
+            WORKS,
+            "test_a_stock_loss_without_quantization_is_trls_bit_for_bit",
+            "all `loss_type`s of TRL",
+        ),
+        Row(
+            "with `quant_scheme: none`",
+            WORKS,
+            "test_with_the_scheme_off_losses_and_weights_are_those_of_trl_bit_for_bit",
+            "TRL's losses and weights, bit for bit",
+        ),
+        Row(
+            "SFT, DPO, RLOO (`LowBitMixin`)",
+            WORKS,
+            "test_it_trains_on_low_bit_weights_and_saves_what_the_forward_used",
+        ),
+        Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
+        Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),
+        Row("AsyncGRPO", NOT_TRIED),
+        Row("PPO, KTO, reward models", NOT_TRIED),
+    ],
+    "Features of TRL": [
+        Row("colocated engine", WORKS, "test_the_learner_gives_the_engines_log_probs_bit_for_bit"),
+        Row("engine as a server", WORKS, "test_a_run_through_a_server_is_the_colocated_one", "`qarl-trl serve`"),
+        Row("sleep mode", WORKS, "test_a_sync_brings_back_all_that_a_sleep_threw_away"),
+        Row("rewards by name and by import path", WORKS, "test_rewards_come_by_name_and_by_path"),
+        Row("`rollout_func` that asks the engine", WORKS, "test_an_engine_that_a_rollout_func_drives_is_checked_too"),
+        Row("tools, several processes, one engine", REFUSED, "test_tools_of_several_processes_need_an_engine_each"),
+        Row("tools, one engine a process", WORKS, "test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody"),
+        Row("evaluation within a run", WORKS, "test_an_evaluation_samples_from_weights_that_were_just_loaded"),
+        Row(
+            "callbacks that swap weights (EMA)",
+            WORKS,
+            "test_the_rollout_after_an_evaluation_of_other_weights_is_from_the_runs_own",
+        ),
+        Row("stop strings", WORKS, "test_answers_that_ended_on_a_stop_string_are_not_counted_as_cut_off"),
+        Row(
+            "`beta` > 0 with all weights",
+            WORKS,
+            "test_the_reference_of_all_weights_is_the_unquantized_model",
+            "KL is above 0 at the start",
+        ),
+        Row("`beta` > 0 with LoRA", WORKS, "test_the_reference_of_lora_is_the_low_bit_base"),
+        Row("`use_liger_kernel`", REFUSED, "test_a_setting_that_does_not_work_in_low_bits_is_refused_by_name"),
+        Row(
+            "`top_p`, `top_k`, `min_p` with the mismatch weight",
+            REFUSED,
+            "test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_name",
+        ),
+        Row(
+            "tokens that were added in memory", WORKS, "test_tokens_that_were_added_in_memory_are_known_to_the_engine"
+        ),
+        Row("a tokenizer with another end token", WORKS, "test_the_eos_token_of_the_processing_class_ends_answers"),
+        Row("images, colocated", NOT_TRIED),
+        Row("images, with a server", REFUSED, "test_a_server_takes_no_images"),
+        Row("`torch_compile`", NOT_TRIED),
+        Row(
+            "resume",
+            WORKS,
+            "test_resuming_after_two_of_four_steps_gives_the_same_master_weights_bit_for_bit",
+            "bit for bit",
+        ),
+        Row("resume with another learning rate", WORKS, "test_a_lower_learning_rate_counts_from_the_next_update_on"),
+        Row("trackio", WORKS, "test_metrics_are_those_of_the_trainers_log"),
+        Row("wandb", NOT_TRIED),
+    ],
+    "Model families": [
+        Row(
+            "Qwen3, Qwen2, Qwen2.5, Llama",
+            WORKS,
+            "test_the_learner_gives_the_engines_log_probs_bit_for_bit",
+            "engine and learner agree bit for bit on a CPU",
+        ),
+        Row(
+            "OLMo-2, StarCoder2, SmolLM3",
+            WORKS,
+            "test_learner_and_engine_run_the_same_class_of_transformers",
+            "vLLM runs transformers' own class; mismatch at the floor",
+        ),
+        Row(
+            "Mixtral, OLMoE, Qwen3-MoE: learner and file",
+            WORKS,
+            "test_an_untouched_model_is_saved_byte_for_byte_as_by_llm_compressor",
+        ),
+        Row(
+            "low-bit experts in the CPU engine",
+            REFUSED,
+            "test_experts_off_the_engine_are_refused_before_a_model_loads",
+            "take a GPU, or ignore the experts",
+        ),
+        Row(
+            "experts in high precision, attention in low bits",
+            WORKS,
+            "test_low_bit_attention_beside_experts_in_high_precision_trains_on_the_cpu_engine",
+        ),
+        Row(
+            "gpt-oss, Nemotron-H (other layouts of experts)",
+            REFUSED,
+            "test_experts_of_another_form_are_refused",
+            "also if ignored",
+        ),
+        Row("GPT-2 (Conv1D)", REFUSED, "test_matrices_that_are_no_linear_layers_are_named"),
+        Row(
+            "Gemma-2 with sdpa",
+            REFUSED,
+            "test_an_attention_without_the_softcap_of_the_model_is_refused",
+            "set `attn_implementation: eager`",
+        ),
+        Row(
+            "Mistral, Granite, Phi-3, Gemma-3, Cohere, Falcon-H1",
+            NOT_TRIED,
+            "",
+            "all but the last two ran once by hand",
+        ),
+        Row("vision-language models", NOT_TRIED),
+    ],
+    "Schemes and starts": [
+        Row(
+            "W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC in the CPU engine",
+            WORKS,
+            "test_the_learner_gives_the_engines_log_probs_bit_for_bit",
+            "[which runs where](schemes.md)",
+        ),
+        Row(
+            "the other schemes in the CPU engine",
+            REFUSED,
+            "test_a_scheme_without_a_cpu_kernel_is_refused_before_a_model_loads",
+        ),
+        Row("two schemes in one model", WORKS, "test_two_schemes_in_one_engine"),
+        Row(
+            "start from GPTQ or another compressed-tensors checkpoint",
+            WORKS,
+            "test_master_weights_are_what_transformers_decompresses_and_nothing_else",
+        ),
+        Row("start from AWQ, bitsandbytes, GGUF", REFUSED, "test_a_checkpoint_of_another_kind_is_refused"),
+        Row("FP8 cache of keys and values", REFUSED, "test_a_quantized_cache_of_keys_and_values_is_refused"),
+    ],
+    "Adapters": [
+        Row("LoRA, merged before each quantization", WORKS, "test_quantized_values_are_those_of_pefts_own_merge"),
+        Row("LoRA beside a frozen base", WORKS, "test_engine_learner_and_files_are_one_base_and_one_adapter"),
+        Row("a `PeftModel` of your own", WORKS, "test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference"),
+        Row(
+            "DoRA, dropout, biases, PiSSA",
+            REFUSED,
+            "test_adapters_that_cannot_be_aligned_are_refused_before_a_model_loads",
+        ),
+        Row("AdaLoRA, IA3 and other kinds", REFUSED, "test_other_kinds_of_adapters_are_refused"),
+        Row("`modules_to_save`", WORKS, "test_modules_to_save_are_synced_as_trained"),
+        Row(
+            "`modules_to_save` of a tied embedding",
+            REFUSED,
+            "test_a_copy_of_a_tied_weight_is_refused_before_the_model_loads",
+        ),
+        Row("LoRA with Muon", REFUSED, "test_muon_and_lora_are_refused_together"),
+        Row("LoRA on low-bit experts", NOT_TRIED, "", "on attention beside them it works"),
+    ],
+    "Several processes": [
+        Row("DDP", WORKS, "test_processes_train_one_model_and_every_engine_gets_it"),
+        Row(
+            "FSDP2",
+            WORKS,
+            "test_processes_train_one_model_and_every_engine_gets_it",
+            "shown on CPUs with accelerate bent; on GPUs not tried",
+        ),
+        Row("HSDP", WORKS, "test_two_nodes_train_one_model", "without an engine"),
+        Row("DeepSpeed ZeRO-3", WORKS, "test_zero3_syncs_and_trains_as_ddp"),
+        Row("FSDP1, offloaded shards", REFUSED, "test_shards_that_cannot_be_quantized_are_refused"),
+        Row("FSDP2 on CPUs", REFUSED, "test_shards_of_several_cpus_are_refused", "accelerate would run DDP"),
+        Row(
+            "several GPUs in one process",
+            REFUSED,
+            "test_one_process_with_several_gpus_is_refused_before_a_model_loads",
+        ),
+        Row("an engine over several ranks", WORKS, "test_shards_of_a_learner_sync_to_two_ranks_of_a_server"),
+        Row("several trainers on one server", WORKS, "test_two_trainers_share_a_server"),
+        Row("expert-parallel engines", NOT_TRIED),
+        Row("several real GPUs or nodes", NOT_TRIED),
+    ],
+}
+
+
+def files_with(test: str) -> list[Path]:
+    """
+    The files that define a test.
+
+    Args:
+        test: Its name.
+    """
+    definition = re.compile(rf"^def {test}\(", re.MULTILINE)
+    return [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if definition.search(path.read_text())]
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    lines = [HEAD]
+    for title, rows in SECTIONS.items():
+        lines += [f"## {title}\n", "| | | test |", "| --- | --- | --- |"]
+        for row in rows:
+            state = f"{row.state}; {row.note}" if row.note else row.state
+            lines.append(f"| {row.what} | {state} | {_link(row.test)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _link(test: str) -> str:
+    """A link to the file of a test, with the test's name in words."""
+    if not test:
+        return ""
+    path = files_with(test)[0].relative_to(ROOT)
+    words = test.removeprefix("test_").replace("_", " ")
+    return f"[{words}](../{path})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
