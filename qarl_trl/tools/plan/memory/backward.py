@@ -168,8 +168,8 @@ def gradients_between_passes(run: Run) -> int:
     if not run.fsdp2:
         return max(0, gradients - of_a_pass)
 
-    # `backward_work` has the gradient of a layer and its float32 copy for the reduction, which comes with the last pass:
-    # earlier there is no copy, and then the gradient is one of those that are kept.
+    # `backward_work` has the gradient of a layer, and its float32 copy for the reduction. Gradients are reduced in the
+    # last pass: before it there is no copy, and in it the gradient is one of those that were kept.
     layer = _largest_layer(run)
     after_the_first = gradients - of_a_pass - FLOAT32 * layer
     in_the_last = gradients - (passes - 1) * of_a_pass - run.compute * layer
