@@ -23,13 +23,13 @@ def other_model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("other") / "teacher", layers=1, seed=1)
 
 
-def make(model, folder, data=None, teacher=None, peft_config=None, processing_class=None, **changes):
+def make(model, folder, data=None, teacher=None, peft_config=None, processing_class=None, eval_data=None, **changes):
     """A student on given answers, if `changes` do not say otherwise."""
     values = {"distill_on": "answers", "max_completion_length": 8, "beta": 0.0} | changes
     args = LowBitDistillationConfig(**settings(folder, **values))
     data = pairs() if data is None else data
     return LowBitDistillationTrainer(
-        model, teacher, args, train_dataset=data, processing_class=processing_class, peft_config=peft_config
+        model, teacher, args, data, eval_data, processing_class=processing_class, peft_config=peft_config
     )
 
 
@@ -203,6 +203,21 @@ def test_a_run_on_answers_resumes_bit_for_bit_and_saves_what_the_forward_used(de
     for layer, weight in straight.low_bit_store.kept().items():
         for local, tensor in weight.data.items():
             assert torch.equal(stored[f"{layer.removesuffix('.weight')}.{local}"], tensor)
+
+
+def test_an_evaluation_leaves_the_student_in_training(dense_model, tmp_path):
+    """Of a student with an adapter, whose base is the teacher."""
+    with_evaluations = make(
+        dense_model, tmp_path / "one", peft_config=adapter(), eval_data=pairs(4), eval_strategy="steps", eval_steps=1
+    )
+    with_evaluations.train()
+    without = make(dense_model, tmp_path / "other", peft_config=adapter())
+    without.train()
+
+    divergences = [row["eval_loss"] for row in with_evaluations.state.log_history if "eval_loss" in row]
+    assert len(divergences) == 2
+    assert all(divergence > 0 for divergence in divergences)
+    assert losses(with_evaluations) == losses(without)
 
 
 def test_a_resumed_run_needs_the_same_teacher(dense_model, other_model, tmp_path):
