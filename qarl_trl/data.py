@@ -267,10 +267,10 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
 
 def _reason(error: BaseException) -> str:
     """Why a file cannot be read, in a line."""
-    lines = str(error).splitlines()
-    if not lines:
+    text = " ".join(str(error).split())
+    if not text:
         return f"it is empty or damaged ({type(error).__name__})."
-    return lines[0][:300]
+    return text[:300]
 
 
 def _refuse_null_rows(path: Path) -> None:
