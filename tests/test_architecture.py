@@ -19,8 +19,9 @@ BASE = {"_compat", "guards", "processes", "redact"}
 # The folders, files and modules of this package that each folder may import besides its own. The files at the top may
 # import everything but the tools.
 MAY_IMPORT = {
+    "_compat": set(),
     "quant": set(),
-    "cpu_exact": set(),
+    "cpu_exact": {"quant"},
     "export": {"quant"} | BASE,
     "checkpoints": {"export", "quant"} | BASE,
     "learner": {"quant"} | BASE,

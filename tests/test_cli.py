@@ -28,6 +28,8 @@ except SystemExit:
     pass
 print(*(name for name in {libraries} if name in sys.modules))
 """
+# Their help describes the fields of a config.
+TRAIN = ("train", "sft", "rloo", "distill")
 ROOT = Path(__file__).parents[1]
 DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.yaml"), "--dry_run"]
 
@@ -36,7 +38,8 @@ DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.ya
     ("argv", "loaded", "said", "seconds"),
     [
         (["--help"], set(), "train from a recipe", 1),
-        *(([name, "--help"], set(), "usage: qarl-trl", 1) for name in cli.COMMANDS if name != "train"),
+        *(([name, "--help"], set(), "usage: qarl-trl", 1) for name in cli.COMMANDS if name not in TRAIN),
+        *(([name, "--help"], {"torch", "transformers", "trl"}, "--quant_scheme", 20) for name in TRAIN[1:]),
         (["train", "--help"], {"torch", "transformers", "trl"}, "--tbpo_epsilon_high", 20),
         (["schemes"], {"torch", "transformers"}, "W4A16", 20),
         (DRY, {"torch", "transformers", "trl"}, "no CUDA device here", 20),
@@ -274,7 +277,8 @@ def test_help_of_train_has_each_field_of_ours_once_and_in_a_group(capsys):
     from trl import GRPOConfig
 
     from qarl_trl import QaRLConfig
-    from qarl_trl.train import GROUPS, QaRLScriptArguments
+    from qarl_trl.methods import QaRLScriptArguments
+    from qarl_trl.train import GROUPS
 
     cli.main(["train", "--help"])
 

@@ -1,4 +1,4 @@
-"""`load_math_dataset`: columns, answers, prompts, and what it refuses."""
+"""`load_math_dataset` and `load_prompts`: columns, answers, prompts, and what they refuse."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from qarl_trl.data import final_answer, load_math_dataset, local_path
+from qarl_trl.data import final_answer, load_math_dataset, load_prompts, local_path
 
 
 BOXED = "{problem}\nAnswer in \\boxed{}."
@@ -232,3 +232,57 @@ def test_a_file_of_another_content_is_named_in_one_line(tmp_path, name, content)
     with pytest.raises(ValueError, match=f"{path}.*cannot be read: .") as error:
         load_math_dataset(str(path))
     assert "\n" not in str(error.value)
+
+
+# Prompts with completions --------------------------------------------------------------------------------------------
+
+
+def test_prompts_and_completions_are_messages_or_text(write):
+    rows = [{"problem": "1+1?", "solution": "It is 2.", "id": 1}]
+    path = write(rows)
+
+    prompts_alone = load_prompts(path, prompt_template="Say: {problem}")
+    as_messages = load_prompts(path, completion_column="solution")
+    as_text = load_prompts(path, completion_column="solution", conversational=False)
+
+    assert prompts_alone[:] == {"prompt": [user("Say: 1+1?")]}
+    assert as_messages[:] == {
+        "prompt": [user("1+1?")],
+        "completion": [[{"role": "assistant", "content": "It is 2."}]],
+    }
+    assert as_text[:] == {"prompt": ["1+1?"], "completion": ["It is 2."]}
+
+
+def test_a_completion_of_messages_stays_or_becomes_its_text(write):
+    messages = [{"role": "assistant", "content": "2"}]
+    path = write([{"prompt": user("1+1?"), "completion": messages}])
+
+    assert load_prompts(path, completion_column="completion")["completion"] == [messages]
+    assert load_prompts(path, completion_column="completion", conversational=False)["completion"] == ["2"]
+
+
+def test_rows_without_a_completion_are_left_out_and_counted(write, caplog):
+    path = write([{"problem": "1+1?", "solution": "2"}, {"problem": "2+2?", "solution": ""}])
+
+    with caplog.at_level(logging.WARNING):
+        dataset = load_prompts(path, completion_column="solution")
+
+    assert len(dataset) == 1
+    assert "1 of 2 rows" in caplog.text
+    assert len(load_prompts(path)) == 2  # control: without completions both are read
+    with pytest.raises(ValueError, match="no answer. Set completion_column"):
+        load_prompts(path, completion_column="answer")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"prompt_template": "no slot"}, "must have {problem}"),
+        ({"problem_column": "task"}, "no task. Set problem_col"),
+    ],
+)
+def test_prompts_are_refused_as_problems_are(write, settings, words):
+    path = write([{"problem": "1+1?", "solution": "2"}])
+
+    with pytest.raises(ValueError, match=words):
+        load_prompts(path, **settings)

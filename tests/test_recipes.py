@@ -17,7 +17,7 @@ from qarl_trl.validate.adapters import check_adapter
 
 
 ROOT = Path(__file__).parents[1]
-# Not of the paper's runs. tests/tools/plan/test_ways.py reads those for one GPU.
+# Not of the paper's runs. tests/tools/plan/memory/test_advice.py reads those for one GPU.
 OTHER_FOLDERS = ("accelerate", "llmcompressor", "one_gpu", "trainers")
 RECIPES = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in OTHER_FOLDERS)
 MODELS = ["qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3-8b-base", "qwen3-30b-a3b-base"]

@@ -6,6 +6,7 @@ The data have the columns prompt, chosen and rejected. `vllm serve OUTPUT` serve
 import sys
 from dataclasses import dataclass
 
+import torch
 from datasets import load_dataset
 from trl import DPOConfig, DPOTrainer
 
@@ -23,7 +24,8 @@ class LowBitDPOTrainer(LowBitMixin, DPOTrainer):
 
 def main(model: str, data: str, output_dir: str, max_steps: str = "-1") -> None:
     """Train and save."""
-    args = LowBitDPOConfig(output_dir, quant_scheme="W4A16", max_steps=int(max_steps), report_to=[])
+    on_cpu = not torch.cuda.is_available()
+    args = LowBitDPOConfig(output_dir, quant_scheme="W4A16", max_steps=int(max_steps), use_cpu=on_cpu, report_to=[])
     dataset = load_dataset("json", data_files=data, split="train")
     trainer = LowBitDPOTrainer(model, args=args, train_dataset=dataset)
     trainer.train()

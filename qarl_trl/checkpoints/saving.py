@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 from trl.trainer.utils import RepeatSampler
 
-from .. import _compat
+from .._compat.resuming import restore_master_weights
 from ..export import LOW_BIT_FOLDER, save_low_bit
 from ..export.card import CARD, edited_card, write_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
@@ -345,7 +345,7 @@ class CheckpointMixin:
         if stored_by_own_names or is_one_part:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            _compat.restore_master_weights(module, resume_from_checkpoint)
+            restore_master_weights(module, resume_from_checkpoint)
 
         if self.low_bit_store is not None:
             self.low_bit_store.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ class SharingMixin:
     """
     The part of a [`~qarl_trl.trainers.LowBitMixin`] that writes the model card and pushes to the Hub.
 
-    It overrides methods of TRL's trainer and the Trainer.
+    It overrides methods of TRL's trainer and the Trainer. [`_write_cards`] writes all cards, always of the same facts.
     """
+
+    # Lists of data sets and tags that were named for the cards. They stay in those of later saves.
+    _named_facts: Mapping[str, Any] = {}
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
@@ -38,35 +42,48 @@ class SharingMixin:
         if self._incoming and self.args.quantized:
             return
 
-        datasets = [dataset_name] if dataset_name else None
-        if isinstance(tags, str):
-            tags = [tags]
-        self._write_cards(Path(self.args.output_dir), datasets=datasets, tags=tags)
+        self._name_facts(dataset_name, tags)
+        self._write_cards(Path(self.args.output_dir))
 
-    def _write_cards(self, folder: Path, **facts: Any) -> None:
-        """Write the cards of what was saved into `folder`; `facts`: lists of data sets and tags."""
+    def _name_facts(self, dataset_name: str | None, tags: str | list[str] | None) -> None:
+        """Name the data set and the tags of the cards from now on. What is not given stays as it was named before."""
+        facts = dict(self._named_facts)
+        if dataset_name:
+            facts["datasets"] = [dataset_name]
+        if tags:
+            facts["tags"] = [tags] if isinstance(tags, str) else list(tags)
+        self._named_facts = facts
+
+    def _write_cards(self, folder: Path) -> None:
+        """Write the cards of what was saved into `folder`, unless a user edited them."""
         if not self.is_world_process_zero():
             return
 
+        facts = training_facts(self) | dict(self._named_facts)
         is_adapter = is_peft_model(self._unwrapped)
-        facts = training_facts(self) | facts
-        if self.args.quantized and not self.args.frozen:
-            low_bit = folder / LOW_BIT_FOLDER if is_adapter or self._incoming else folder
-            if not self._incoming or self.args.export_low_bit:
-                write_card(low_bit, self.hub_model_id, **facts)
+        writes_checkpoint = self._incoming is not None
+
+        writes_low_bit = self.args.quantized and not self.args.frozen
+        if writes_low_bit and (self.args.export_low_bit or not writes_checkpoint):
+            in_subfolder = is_adapter or writes_checkpoint
+            write_card(folder / LOW_BIT_FOLDER if in_subfolder else folder, self.hub_model_id, **facts)
 
         writes_other = is_adapter or not self.args.quantized
         if writes_other and edited_card(folder) is None:
-            card = (
-                self._card_of_adapter(facts) if is_adapter else render_card("full", self.hub_model_id, None, **facts)
-            )
+            card = self._card_of_other(facts)
             (folder / CARD).write_text(card.content)
+
+    def _card_of_other(self, facts: dict[str, Any]) -> ModelCard:
+        """The card of what is no low-bit model: an adapter, or a model without quantization."""
+        if is_peft_model(self._unwrapped):
+            return self._card_of_adapter(facts)
+        return render_card("full", self.hub_model_id, None, **facts)
 
     def _card_of_adapter(self, facts: dict[str, Any]) -> ModelCard:
         """The card of the adapter."""
         model = self._unwrapped
         config = model.peft_config[model.active_adapter]  # the reference may be another adapter
-        repository = self.hub_model_id
+        repository: str | None = self.hub_model_id
         if self.args.frozen:
             kind = "frozen_adapter"
             served_base = self._frozen_base
@@ -90,13 +107,21 @@ class SharingMixin:
             **facts,
         )
 
-    def push_to_hub(self, commit_message: str = "End of training", **kwargs: Any) -> CommitInfo | None:
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> CommitInfo | None:
         """
         Save the model and push it to its Hub repository. Only the first process pushes.
 
         Args:
             commit_message: The commit's message.
-            kwargs: Arguments of `create_model_card`.
+            dataset_name: As in [`create_model_card`].
+            tags: As in [`create_model_card`].
+            kwargs: Arguments of TRL's method that are not used.
 
         Returns:
             The Hub's answer to the commit; `None` in the other processes.
@@ -105,15 +130,16 @@ class SharingMixin:
             OSError: if the Hub cannot be reached or refuses. The model has been saved by then.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        # Saved before any request to the Hub, so that nothing is lost if one fails.
+        self._name_facts(dataset_name, tags)
+        # Saved before any request to the Hub, so that nothing is lost if one fails. It writes the cards.
         self.save_model()
         if not self.is_world_process_zero():
             return None
 
         if not self.hub_model_id:
             self.hub_model_id = repository_of(self.args, saved_in=self._model_output)
-        # Written again, because the card of `save_model` lacks `kwargs`, and the name of a new repository.
-        self.create_model_card(**{"model_name": self.hub_model_id} | kwargs)
+            # Only now the repository has a name, which is in the commands of the cards.
+            self._write_cards(Path(self.args.output_dir))
 
         replaced: dict[str, bytes] = {}
         if self.args.frozen and not self.args.from_checkpoint:

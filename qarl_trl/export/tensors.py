@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,40 @@ class StoredTensor:
     dtype: torch.dtype
 
 
-def check_tensors(folder: str | os.PathLike[str]) -> str | None:
+class Checked(Enum):
+    """How much of a checkpoint was checked."""
+
+    ALL = "all tensors that the model must have"
+    STORED_LAYERS = "layers of which the files hold a part; a whole layer may be missing"
+    NOTHING = "nothing, because the format is not known"
+    OTHER_METHOD = "nothing: it is not quantized, or not by compressed-tensors"
+
+
+@dataclass(frozen=True)
+class TensorCheck:
+    """
+    The result of a check that found nothing wrong.
+
+    Attributes:
+        checked: How much was checked.
+        reason: Why not all, for `STORED_LAYERS` and `NOTHING`; otherwise empty.
+    """
+
+    checked: Checked
+    reason: str = ""
+
+
+def check_tensors(folder: str | os.PathLike[str]) -> TensorCheck:
     """
     Refuse a compressed-tensors checkpoint that lacks a tensor, or has one of another shape or dtype.
 
-    It reads the headers of the files, not the weights. A checkpoint that is not quantized, or by another method, is
-    not checked.
+    It reads the headers of the files, not the weights.
 
     Args:
         folder: A folder with a `config.json` and `*.safetensors`.
 
     Returns:
-        `None`; or, if it is not known which tensors the model has, the reason. Then only layers of which the files
-        hold a part were checked (none at all for sparse formats), and a layer may be missing altogether.
+        What was checked.
 
     Raises:
         ValueError: if a tensor is missing or has another shape or dtype, or if a file is damaged.
@@ -73,20 +95,20 @@ def check_tensors(folder: str | os.PathLike[str]) -> str | None:
     config = AutoConfig.from_pretrained(folder)
     raw: dict[str, Any] = getattr(config, "quantization_config", {"quant_method": None})
     if raw["quant_method"] != "compressed-tensors":
-        return None
+        return TensorCheck(Checked.OTHER_METHOD)
 
     stored = _stored_tensors(folder)
     try:
         layouts = Layouts(raw)
     except UnknownTensorsError as error:
-        return str(error)
+        return TensorCheck(Checked.NOTHING, str(error))
 
-    reason = None
+    result = TensorCheck(Checked.ALL)
     try:
         expected = model_tensors(config, layouts)
         _check_names(expected, stored)
     except UnknownTensorsError as error:
-        reason = str(error)
+        result = TensorCheck(Checked.STORED_LAYERS, str(error))
         expected = {}
 
     for name, tensor in expected.items():
@@ -96,7 +118,7 @@ def check_tensors(folder: str | os.PathLike[str]) -> str | None:
     checked_layers = {_layer_of(name) for name in expected}
     for layer in sorted(_low_bit_layers(stored) - checked_layers):
         _check_layer(folder, layer, layouts, stored)
-    return reason
+    return result
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -146,7 +168,9 @@ def _check_names(expected: Mapping[str, Tensor], stored: Mapping[str, StoredTens
 def _check_tensor(folder: Path, name: str, expected: Tensor, stored: Mapping[str, StoredTensor]) -> None:
     """Refuse a tensor that is missing, or has another shape or dtype than `expected`."""
     shape = tuple(expected.shape)
-    stored_shape = stored[name].shape if name in stored else None
+    stored_shape = None
+    if name in stored:
+        stored_shape = stored[name].shape
     # Some write one scale for a whole layer as a scalar.
     is_scalar = stored_shape == () and shape == (1,)
     if stored_shape != shape and not is_scalar:
@@ -202,8 +226,11 @@ def _size_of_values(
     folder: Path, layer: str, scheme: QuantizationScheme, stored: Mapping[str, StoredTensor]
 ) -> tuple[int, int]:
     """`(out, in)` of a layer's weight, by the shape of its quantized values."""
+    name = f"{layer}.weight"
     packed = f"{layer}.weight_packed" in stored
-    name = f"{layer}.weight_packed" if packed else f"{layer}.weight"
+    if packed:
+        name = f"{layer}.weight_packed"
+
     values = stored[name]
     if len(values.shape) != 2:
         raise ValueError(f"{folder} must hold {name} as a matrix, got shape {values.shape}. Download it again.")

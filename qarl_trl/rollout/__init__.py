@@ -1,1 +1,10 @@
-"""The rollout engine: start it in a scheme, sync the learner's low-bit tensors to it, and check it."""
+"""Low-bit rollouts: an engine that samples with the learner's low-bit tensors.
+
+- `engine` is the engine of a run: built, synced, checked, asked for completions. Start here.
+- `engine_settings`, `scheme_support`, `cpu_support`: what it is told at its start, and what it can run.
+- `weight_stream`, `adapter_folder`: what a sync reads, and where an adapter is written.
+- `sync_check/`: does the engine hold what was synced?
+- `server/`: an engine in another process.
+- `vllm/`: all that reaches into vLLM's private parts.
+- `engine_gemm`: the engine's kernels in the learner (`quant_kernel="engine"`).
+"""

@@ -1,4 +1,8 @@
-"""The arguments of `vllm.LLM` with which an engine, here or in a server, matches a learner's model."""
+"""The arguments of `vllm.LLM` with which an engine, here or in a server, matches a learner's model.
+
+vLLM reads the model's `config.json`. The learner's model may have another config in memory by then, and its scheme is
+nowhere on disk.
+"""
 
 from __future__ import annotations
 

@@ -16,13 +16,18 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
 
-from .. import _compat, guards
+from .. import guards
+from .._compat.construction import construction, trl_module
+from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
+from .._compat.training_loop import add_first_callback
+from .._compat.versions import check_versions
 from ..checkpoints.resume import identity_of, resume_path
 from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
 from ..cpu_exact.ops import use_engine_ops
 from ..export import quantization_config
 from ..export.sharing import SharingMixin
+from ..learner.attention import attend_from_cache, attending_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
 from ..quant.names import base_model
@@ -65,8 +70,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     _weight_flips: WeightFlips  # compares the low-bit weights of two syncs
 
     def __init__(self, *positional: Any, **named: Any) -> None:
-        _compat.check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
-        _compat.trl_module(type(self))  # refuses a class without a trainer of TRL
+        check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
+        trl_module(type(self))  # refuses a class without a trainer of TRL
         bound = inspect.signature(super().__init__).bind(*positional, **named)
         arguments = bound.arguments
         model: Any = arguments["model"]
@@ -86,7 +91,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         arguments["model"] = _anchor_paths(model, args)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
-        with _compat.construction(type(self), partial(self._build_engine, args), self._loader(args)):
+        with construction(type(self), partial(self._build_engine, args), self._loader(args)):
             super().__init__(*bound.args, **bound.kwargs)
 
         if args.has_engine:
@@ -97,7 +102,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
-            self.callback_handler.callbacks.insert(0, _TellStore(self.low_bit_store))
+            add_first_callback(self, _TellStore(self.low_bit_store))
             self.add_callback(_CheckLayers(self._check_layers_ran))
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))
@@ -161,9 +166,13 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         length = min(LENGTH, longest - 1)
         vocabulary = self.model.config.get_text_config().vocab_size
         tokens = sync_check_tokens(tokenizer, vocabulary, length)
+        # The check's learner computes what the engine does also where training does not: so with the weights, and so
+        # with an unaligned cache, if its rounding is known.
+        unaligned = self.args.has_low_bit_cache and self.args.aligned_cache is None
+        cache_dtype = self.args.kv_cache_dtype if unaligned and self.args.device.type == "cpu" else None
 
         def score() -> LearnerLogps:
-            with self.accelerator.autocast():
+            with self.accelerator.autocast(), attending_from_cache(self._unwrapped, cache_dtype):
                 return learner_logps(self._unwrapped, tokens)
 
         usual = usual_mismatch(self.model)
@@ -201,8 +210,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's method; under FSDP2 outputs stay float32 and gradients stay sharded."""
         super().create_accelerator_and_postprocess()
-        _compat.keep_float32(self.accelerator)
-        _compat.keep_gradients_sharded(self.accelerator, self.args)
+        keep_float32(self.accelerator)
+        keep_gradients_sharded(self.accelerator, self.args)
 
     def _prepare_for_training(self, *args: Any) -> tuple:
         """
@@ -304,10 +313,12 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         apply_quantization(model, plan, gemm=gemm, quantize_forward=args.quantize_learner)
         check_head(model)
 
-    if _compat.is_zero3(args):
-        _compat.fit_to_zero3(base_model(model))
+    if is_zero3(args):
+        fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
         use_engine_ops(model)
+    if args.aligned_cache is not None:  # after the choice of an attention
+        attend_from_cache(model, args.aligned_cache)
 
 
 class _TellStore(TrainerCallback):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import _compat
+from .._compat.rollout_batch import is_text, shuffled_in
+from .._compat.training_loop import accumulating
 from ..learner.groups import MicroBatchGroups, scored_arguments
 from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
@@ -94,7 +95,7 @@ class PackedMixin:
             "compute_entropy": compute_entropy,
             "compute_aux_loss": compute_aux_loss,
         }
-        if self._passes is not None and _compat.is_text(images) and self._passes.packs(model):
+        if self._passes is not None and is_text(images) and self._passes.packs(model):
             return self._run_passes(self._passes, text)
         return super()._get_per_token_logps_and_entropies(**text, **images)
 
@@ -113,7 +114,7 @@ class PackedMixin:
         """TRL's method, with micro-batches in the order of rows in which `old` was computed."""
         if self._passes is None:
             return super()._prepare_inputs(generation_batch)
-        with _compat.shuffled_in(self._row_order):
+        with shuffled_in(self._row_order):
             inputs = super()._prepare_inputs(generation_batch)
 
         if self._groups is not None and self._mode == "train":
@@ -158,6 +159,7 @@ class PackedMixin:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         logps, entropies, _ = self._get_per_token_logps_and_entropies(model, **scored_arguments(together))
+        assert entropies is not None  # asked for in `scored_arguments`
         rows = [len(micro_batch["prompt_ids"]) for micro_batch in together]
         forwards = zip(logps.split(rows), entropies.split(rows), strict=True)
 
@@ -166,7 +168,7 @@ class PackedMixin:
             self._shared_forward = (of_logps, of_entropies, None)
             # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
             ends_update = self.accelerator.sync_gradients and micro_batch is inputs
-            with _compat.accumulating(self.accelerator, ends_update):
+            with accumulating(self.accelerator, ends_update):
                 losses.append(super().compute_loss(model, micro_batch, *args, **kwargs))
             if self._shared_forward is not None:
                 raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")
@@ -176,5 +178,5 @@ class PackedMixin:
         """Whether TRL's loss of a micro-batch runs in packed passes."""
         # A micro-batch also has columns that are no arguments of the method, such as its advantages.
         arguments = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
-        is_text = _compat.is_text({name: inputs.get(name) for name in arguments})
-        return is_text and self._passes is not None and self._passes.packs(model)
+        has_only_text = is_text({name: inputs.get(name) for name in arguments})
+        return has_only_text and self._passes is not None and self._passes.packs(model)

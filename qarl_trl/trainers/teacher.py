@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import _compat
+from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs
 
@@ -36,7 +36,7 @@ def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
     # Of such modules, among them the output layer, the adapter trains copies.
     if getattr(peft_config, "modules_to_save", None):
         return False
-    is_sharded = _compat.fsdp_settings(args) is not None or _compat.is_zero3(args)
+    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
     return not is_sharded
 
 

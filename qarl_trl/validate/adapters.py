@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import _compat
+from .._compat.versions import check_versions
 from .types import RunSettings
 
 
@@ -29,7 +29,7 @@ def check_adapter(config: Any, args: RunSettings) -> None:
     """
     from ..quant.layers.lora import check_lora_config  # imports peft, which is optional
 
-    _compat.check_versions("peft")
+    check_versions("peft")
     check_lora_config(config)
 
     if args.frozen:

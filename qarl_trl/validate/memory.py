@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.distributed.fsdp import is_fsdp_enabled
 
-from .. import _compat
+from .._compat.sharding import is_zero3
 from ..quant.names import architecture_of
 from .model import skeleton
 from .types import RunSettings
@@ -36,7 +36,7 @@ def check_host_memory(config: PretrainedConfig, args: RunSettings) -> None:
     Raises:
         ValueError: with the memory that is needed and the memory that is free.
     """
-    loads_in_pieces = args.frozen or _compat.is_zero3(args)
+    loads_in_pieces = args.frozen or is_zero3(args)
     if loads_in_pieces or architecture_of(config) is None:
         return
 
@@ -67,7 +67,7 @@ def _bytes_per_parameter(dtype: Any) -> int:
 
 def _copies_per_machine() -> int:
     """How many processes of this machine hold the model while it loads."""
-    # With FSDP one process loads the model, and sends the others their shards (`_compat.construction`).
+    # With FSDP one process loads the model, and sends the others their shards (`_compat/construction.py`).
     if is_fsdp_enabled():
         return 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -88,6 +88,20 @@ def test_a_card_takes_data_sets_and_tags(trained):
     assert "sums" in card.data.tags
 
 
+def test_data_sets_and_tags_that_were_named_once_stay_in_later_cards(trained):
+    trainer, home = trained
+    card = home / "README.md"
+    assert "some/sums" not in card.read_text()  # control
+
+    trainer.create_model_card(dataset_name="some/sums", tags="sums")
+    trainer.create_model_card()  # as TRL calls it at a checkpoint
+    card.unlink()
+    trainer.save_model()
+
+    assert ModelCard.load(card).data.datasets == ["some/sums"]
+    assert "sums" in ModelCard.load(card).data.tags
+
+
 def test_a_model_of_the_hub_is_linked(folder):
     write_card(folder, "me/sums", base_id="Qwen/Qwen3-8B", base="Qwen/Qwen3-8B", datasets=["openai/gsm8k"])
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from qarl_trl.export import save_low_bit
 from qarl_trl.export import tensors as checks
 from qarl_trl.export.expected import UnknownTensorsError
-from qarl_trl.export.tensors import check_tensors
+from qarl_trl.export.tensors import Checked, TensorCheck, check_tensors
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.layers.experts import EXPERTS_LAYOUT
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
@@ -105,7 +105,10 @@ def model_is_known(request, monkeypatch):
 def test_our_export_passes_in_every_scheme(tmp_path, scheme, group_size, model_is_known):
     save(tmp_path, scheme=scheme, group_size=group_size)
 
-    assert check_tensors(tmp_path) == (None if model_is_known else "nobody knows it")
+    expected = TensorCheck(Checked.ALL)
+    if not model_is_known:
+        expected = TensorCheck(Checked.STORED_LAYERS, "nobody knows it")
+    assert check_tensors(tmp_path) == expected
 
 
 @pytest.mark.parametrize("ignore", [(), PLAIN_EXPERTS], ids=["experts", "plain experts"])
@@ -113,13 +116,13 @@ def test_our_export_passes_in_every_scheme(tmp_path, scheme, group_size, model_i
 def test_experts_pass_under_the_names_of_the_checkpoint(tmp_path, kind, ignore):
     save(tmp_path, kind, ignore=ignore)
 
-    assert check_tensors(tmp_path) is None
+    assert check_tensors(tmp_path) == TensorCheck(Checked.ALL)
 
 
 def test_a_tied_embedding_is_stored_once(tmp_path):
     save(tmp_path, tie_word_embeddings=True)
 
-    assert check_tensors(tmp_path) is None
+    assert check_tensors(tmp_path) == TensorCheck(Checked.ALL)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -128,7 +131,7 @@ def test_a_scheme_that_the_learner_cannot_run_is_checked_as_well(tmp_path, schem
     """With the scales of static activations, where it has them, and in each dtype of the unquantized model."""
     save_foreign(tmp_path, scheme, dtype)
     damaged = Damaged(tmp_path)
-    assert check_tensors(tmp_path) is None
+    assert check_tensors(tmp_path) == TensorCheck(Checked.ALL)
 
     name = next(name for name in damaged.healthy if name.endswith("up_proj.weight_scale"))
     damaged.without(name)
@@ -142,7 +145,7 @@ def test_a_scale_of_a_whole_layer_may_be_a_scalar(tmp_path):
 
     damaged.with_tensors({f"{LAYER}.weight_scale": torch.ones((), dtype=torch.bfloat16)})
 
-    assert check_tensors(tmp_path) is None
+    assert check_tensors(tmp_path) == TensorCheck(Checked.ALL)
 
 
 @pytest.mark.parametrize("method", [None, "fp8"])
@@ -153,7 +156,7 @@ def test_a_checkpoint_of_another_method_is_not_checked(tmp_path, method):
 
     change_config(tmp_path, quantization_config={"quant_method": method})
 
-    assert check_tensors(tmp_path) is None
+    assert check_tensors(tmp_path) == TensorCheck(Checked.OTHER_METHOD)
 
 
 # Damaged ones -------------------------------------------------------------------------------------------------------
@@ -277,7 +280,7 @@ def test_a_layer_that_transformers_model_lacks_is_checked_by_itself(tmp_path):
         if name.startswith(LAYER):
             extra[name.replace("layers.0", "layers.1")] = tensor.clone()
     damaged.with_tensors(extra)
-    assert check_tensors(tmp_path) is None
+    assert check_tensors(tmp_path) == TensorCheck(Checked.ALL)
 
     del extra[f"{LAYER}.weight_scale".replace("layers.0", "layers.1")]
     damaged.with_tensors(extra)
@@ -302,12 +305,13 @@ def test_an_architecture_that_transformers_lacks_is_checked_by_layers(tmp_path):
     shutil.copytree(tmp_path, tmp_path / "known")
     config = {"architectures": ["OfTheFutureForCausalLM"], "model_type": "qwen3_vl_text"}
     change_config(tmp_path, **config)
-    assert check_tensors(tmp_path) == "transformers has no model 'OfTheFutureForCausalLM'"
+    reason = "transformers has no model 'OfTheFutureForCausalLM'"
+    assert check_tensors(tmp_path) == TensorCheck(Checked.STORED_LAYERS, reason)
 
     Damaged(tmp_path).without(f"{LAYER}.weight_scale")
     assert f"must hold {LAYER}.weight_scale, got None" in Damaged(tmp_path).message()
 
-    assert check_tensors(tmp_path / "known") is None  # control
+    assert check_tensors(tmp_path / "known") == TensorCheck(Checked.ALL)  # control
 
 
 def test_a_checkpoint_with_other_names_is_checked_by_layers(tmp_path):
@@ -316,18 +320,16 @@ def test_a_checkpoint_with_other_names_is_checked_by_layers(tmp_path):
     renamed = {name.replace("model.layers", "model.text.layers"): tensor for name, tensor in damaged.healthy.items()}
     save_file(renamed, damaged.file)
 
-    reason = check_tensors(tmp_path)
-
-    assert reason == "transformers has other names for layers like model.text.layers.0.mlp.down_proj"
+    reason = "transformers has other names for layers like model.text.layers.0.mlp.down_proj"
+    assert check_tensors(tmp_path) == TensorCheck(Checked.STORED_LAYERS, reason)
 
 
 def test_experts_whose_storage_is_not_known_are_checked_by_layers(tmp_path, monkeypatch):
     save(tmp_path, "qwen3_moe")
     monkeypatch.setitem(EXPERTS_LAYOUT, "has_bias", True)
 
-    reason = check_tensors(tmp_path)
-
-    assert reason == "how the experts model.layers.0.mlp.experts (Qwen3MoeExperts) are stored is not known"
+    reason = "how the experts model.layers.0.mlp.experts (Qwen3MoeExperts) are stored is not known"
+    assert check_tensors(tmp_path) == TensorCheck(Checked.STORED_LAYERS, reason)
 
 
 def test_sparse_weights_are_not_checked(tmp_path):
@@ -335,4 +337,5 @@ def test_sparse_weights_are_not_checked(tmp_path):
     quantized = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     change_config(tmp_path, quantization_config=quantized | {"sparsity_config": {"format": "sparse-24-bitmask"}})
 
-    assert check_tensors(tmp_path) == "what the format sparse-24-bitmask stores is not known"
+    reason = "what the format sparse-24-bitmask stores is not known"
+    assert check_tensors(tmp_path) == TensorCheck(Checked.NOTHING, reason)

@@ -16,7 +16,8 @@ from slow.toys import distinct_characters, prompts, save_model, settings
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from qarl_trl import QaRLConfig, QaRLTrainer, _compat
+from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl._compat.rollout_batch import shuffled_in
 from qarl_trl.learner import attention, logps
 from qarl_trl.learner.packing import split_rows
 
@@ -145,7 +146,7 @@ def train(trainer: QaRLTrainer) -> dict[str, Any]:
     # TRL cuts its micro-batches in another order; here it is the same.
     same_order: Any = contextlib.nullcontext()
     if trainer._passes is None:
-        same_order = _compat.shuffled_in(trainer._row_order)
+        same_order = shuffled_in(trainer._row_order)
 
     with same_order:
         trainer.train()

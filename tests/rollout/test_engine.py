@@ -1,5 +1,6 @@
 """`qarl_trl.rollout.engine` without an engine. The rest runs on a real one, in tests/slow."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,29 +15,33 @@ from qarl_trl.rollout import engine_settings
 from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
 
-def generation(order, due=lambda number: True, sleep=False):
-    """A `LowBitVLLMGeneration` after one sync, and a sync check. Both write down in `order` what they are asked."""
+def generation(order=None, sleep=False, due=lambda number: True):
+    """
+    A `LowBitVLLMGeneration` after one sync, with a sync check. No vLLM is behind it.
+
+    `order` gets what it does: "send", "check 2", "wake ...".
+    """
+    order = [] if order is None else order
+
     engine = object.__new__(LowBitVLLMGeneration)
     engine.mode = "colocate"
     engine.tensor_parallel_size = 1
     engine.enable_sleep_mode = sleep
     engine._llm_weights_sleeping = sleep
-    engine.sync_check = None
     engine.num_syncs = 1
     engine._failed = None
     engine.accelerator = SimpleNamespace(num_processes=1, device="cpu", gather=lambda row: row)
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
     engine.reset_clock()
 
-    def sync_weights():
-        order.append("sync")
-        engine.num_syncs += 1
-        engine.sync_seconds += 1.0
-        engine._llm_weights_sleeping = False
-
-    engine.sync_weights = sync_weights
-    sync_check = SimpleNamespace(due=due, check=lambda llm, number: order.append(f"check {number}"))
-    return engine, sync_check
+    engine._iter_named_params = lambda: iter([("a", torch.zeros(2))])
+    engine._send = lambda weights: order.append("send")
+    engine.sync_check = SimpleNamespace(
+        due=due,
+        look_before=lambda engine_logps: order.append("look"),
+        check=lambda engine_logps, number: order.append(f"check {number}"),
+    )
+    return engine
 
 
 def let_trl_return_the_prompts(monkeypatch):
@@ -44,18 +49,114 @@ def let_trl_return_the_prompts(monkeypatch):
     monkeypatch.setattr(VLLMGeneration, "generate", lambda self, prompts: (prompts, prompts))
 
 
-# The sync check -------------------------------------------------------------------------------------------------
+# Settings -------------------------------------------------------------------------------------------------------
+
+
+def parameters(monkeypatch, of_user, mode="colocate", of_trainer=()):
+    """What the engine adds to vLLM's `SamplingParams`, with the `generation_kwargs` of a user."""
+    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
+    engine = LowBitVLLMGeneration(
+        None, quantization_config=None, mode=mode, stop_token_ids=of_trainer, generation_kwargs=of_user
+    )
+    return engine.generation_kwargs
+
+
+@pytest.mark.parametrize(
+    ("of_user", "text"),
+    [({}, False), ({"stop": ["#"]}, True), ({"stop": []}, False), ({"detokenize": True}, True)],
+)
+def test_only_stop_strings_need_text(monkeypatch, of_user, text):
+    """The trainer decodes token ids."""
+    added = {"detokenize": text, "stop_token_ids": []}
+
+    assert parameters(monkeypatch, of_user, mode="server") == of_user | added
+
+
+def test_only_a_colocated_engine_is_asked_for_flat_log_probs(monkeypatch):
+    """A server answers by HTTP, with TRL's own fields."""
+    assert parameters(monkeypatch, {}, mode="colocate")["flat_logprobs"] is True
+    assert "flat_logprobs" not in parameters(monkeypatch, {}, mode="server")
+
+
+@pytest.mark.parametrize(
+    ("of_user", "of_trainer", "stops"),
+    [
+        ({"stop_token_ids": [7, 3]}, [2, 7], [2, 7, 3]),
+        ({"ignore_eos": True}, [2], []),  # vLLM stops at stop tokens all the same
+        ({"ignore_eos": True, "stop_token_ids": [5]}, [2], [5]),
+        ({}, [None, 2], [2]),  # a tokenizer without an EOS token
+    ],
+)
+def test_an_answer_ends_at_the_tokens_of_trainer_and_user(monkeypatch, of_user, of_trainer, stops):
+    assert parameters(monkeypatch, of_user, of_trainer=of_trainer)["stop_token_ids"] == stops
+
+
+# Build ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Starts an engine as TRL does, with `make_llm` in place of `vllm.LLM`."""
+
+    def init_vllm(engine):
+        engine.llm = vllm_generation.LLM(seed=0)
+        if engine.enable_sleep_mode:
+            engine.llm.sleep(level=2)
+
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
+    monkeypatch.setattr(engine_settings, "changed_config", lambda *args: {})
+    monkeypatch.setattr(rollout_engine.linear_layer, "use_settings_of", lambda llm: None)
+
+    def run(engine, make_llm):
+        monkeypatch.setattr(vllm_generation, "LLM", make_llm, raising=False)
+        engine.model = SimpleNamespace(config=None)
+        engine.trust_remote_code = False
+        engine.quantization_config = None
+        engine.engine_kwargs = {}
+        engine._init_vllm()
+
+    return run
+
+
+def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(start):
+    """Level-2 sleep would leave nothing to look at."""
+    order = []
+    engine = generation(order, sleep=True)
+    engine.accelerator = SimpleNamespace(num_processes=2, process_index=1)
+    engine.seed = 5
+
+    def make_llm(**kwargs):
+        order.append(kwargs["load_format"])
+        return SimpleNamespace(sleep=lambda level: order.append(f"sleep {level}"))
+
+    start(engine, make_llm)
+
+    assert order == ["dummy", "look", "sleep 2"]
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(1, [12, 13, 14, 15]), (2, [6, 6, 7, 7]), (4, [3, 3, 3, 3])])
+def test_every_engine_of_every_run_has_a_seed_of_its_own(start, ranks, seeds):
+    """TRL gives the engines of all runs the numbers 0, 1, ..., so that runs with two seeds would share draws."""
+    taken = []
+    engine = generation()
+    engine.tensor_parallel_size = ranks
+    engine.seed = 3
+
+    for process in range(4):
+        engine.accelerator = SimpleNamespace(num_processes=4, process_index=process)
+        start(engine, lambda **kwargs: taken.append(kwargs["seed"]))
+
+    assert taken == seeds
+
+
+# Sync and check -------------------------------------------------------------------------------------------------
 
 
 def test_a_sync_that_is_due_is_checked_in_it_and_its_time_counted():
     """Not in `generate`, which a `rollout_func` need not call."""
     order = []
-    engine, sync_check = generation(order, due=lambda number: number in (1, 3))
-    del engine.sync_weights
-    engine.sync_check = sync_check
+    engine = generation(order, due=lambda number: number in (1, 3))
     engine.num_syncs = 0
-    engine._iter_named_params = lambda: iter([("a", torch.zeros(2))])
-    engine._send = lambda weights: order.append("send")
 
     for _ in range(4):
         engine.sync_weights()
@@ -65,17 +166,22 @@ def test_a_sync_that_is_due_is_checked_in_it_and_its_time_counted():
     assert engine.synced_bytes == 8
 
 
-def test_a_failed_check_refuses_the_engine():
-    engine, sync_check = generation([])
-    del engine.sync_weights
+def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check(monkeypatch):
+    """Level-2 sleep discards the weights."""
+    monkeypatch.setattr(rollout_engine, "clear_device_cache", lambda: None)
+    order = []
 
+    generation(order, sleep=True).sync_weights()
+
+    assert order == ["wake ['weights']", "send", "wake ['kv_cache']", "check 2"]
+
+
+def test_a_failed_check_refuses_the_engine():
     def fail(*_):
         raise RuntimeError("stale")
 
-    sync_check.check = fail
-    engine.sync_check = sync_check
-    engine._iter_named_params = lambda: iter([])
-    engine._send = lambda weights: None
+    engine = generation()
+    engine.sync_check.check = fail
 
     with pytest.raises(RuntimeError, match="stale"):
         engine.sync_weights()
@@ -83,75 +189,32 @@ def test_a_failed_check_refuses_the_engine():
         engine.sync_weights()
 
 
-def test_a_sleeping_engine_gets_its_weights_and_cache_before_the_check(monkeypatch):
-    """Level-2 sleep discards the weights."""
-    order = []
-    engine, sync_check = generation(order, sleep=True)
-    monkeypatch.setattr(rollout_engine, "clear_device_cache", lambda: None)
-    del engine.sync_weights
-    engine.sync_check = sync_check
-    engine._iter_named_params = lambda: iter([])
-    engine._send = lambda weights: order.append("send")
-
-    engine.sync_weights()
-
-    assert order == ["wake ['weights']", "send", "wake ['kv_cache']", "check 2"]
+# Generate -------------------------------------------------------------------------------------------------------
 
 
-def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(monkeypatch):
-    """Level-2 sleep would leave nothing to look at."""
-    order = []
-    llm = SimpleNamespace(sleep=lambda level: order.append(f"sleep {level}"))
+def test_a_sync_inside_of_a_generation_counts_as_a_sync(monkeypatch):
+    """TRL syncs there an engine whose sleep discarded the weights."""
+    engine = generation()
+    engine._send = lambda weights: time.sleep(0.2)
 
-    def make_llm(**kwargs):
-        order.append(kwargs["load_format"])
-        return llm
+    def sync_and_answer(self, prompts):
+        self.sync_weights()
+        return prompts, prompts
 
-    def init_vllm(engine):
-        engine.llm = vllm_generation.LLM(seed=0)
-        engine.llm.sleep(level=2)
+    monkeypatch.setattr(VLLMGeneration, "generate", sync_and_answer)
+    engine.generate([[1]])
 
-    monkeypatch.setattr(vllm_generation, "LLM", make_llm, raising=False)
-    monkeypatch.setattr(VLLMGeneration, "_init_vllm", init_vllm)
-    monkeypatch.setattr(engine_settings, "changed_config", lambda *args: {})
-    monkeypatch.setattr(rollout_engine.linear_layer, "use_settings_of", lambda llm: None)
+    assert engine.sync_seconds >= 0.2
+    assert engine.rollout_seconds < 0.2
 
-    engine, sync_check = generation(order)
-    sync_check.look_before = lambda llm: order.append("look")
-    engine.sync_check = sync_check
-    engine.model = SimpleNamespace(config=None)
-    engine.trust_remote_code = False
-    engine.accelerator = SimpleNamespace(num_processes=2, process_index=1)
-    engine.quantization_config = None
-    engine.engine_kwargs = {}
-    engine.seed = 5
-    engine._init_vllm()
+    def wait_and_answer(self, prompts):
+        time.sleep(0.2)
+        return prompts, prompts
 
-    assert order == ["dummy", "look", "sleep 2"]
-
-
-@pytest.mark.parametrize(("ranks", "seeds"), [(1, [12, 13, 14, 15]), (2, [6, 6, 7, 7]), (4, [3, 3, 3, 3])])
-def test_every_engine_of_every_run_has_a_seed_of_its_own(monkeypatch, ranks, seeds):
-    """TRL gives the engines of all runs the numbers 0, 1, ..., so that runs with two seeds would share draws."""
-    taken = []
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **kwargs: taken.append(kwargs["seed"]), raising=False)
-    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: vllm_generation.LLM(seed=0))
-    monkeypatch.setattr(engine_settings, "changed_config", lambda *args: {})
-    monkeypatch.setattr(rollout_engine.linear_layer, "use_settings_of", lambda llm: None)
-    engine, _ = generation([])
-    engine.llm = engine.sync_check = None
-    engine.model = SimpleNamespace(config=None)
-    engine.trust_remote_code = False
-    engine.quantization_config = None
-    engine.engine_kwargs = {}
-    engine.tensor_parallel_size = ranks
-    engine.seed = 3
-
-    for process in range(4):
-        engine.accelerator = SimpleNamespace(num_processes=4, process_index=process)
-        engine._init_vllm()
-
-    assert taken == seeds
+    # Control: the same time outside of a sync.
+    monkeypatch.setattr(VLLMGeneration, "generate", wait_and_answer)
+    engine.generate([[1]])
+    assert engine.rollout_seconds >= 0.2
 
 
 # Failures -------------------------------------------------------------------------------------------------------
@@ -162,7 +225,7 @@ def test_an_engine_in_which_something_failed_is_refused(monkeypatch, error):
     def fail(self, prompts):
         raise error
 
-    engine, _ = generation([])
+    engine = generation()
     monkeypatch.setattr(VLLMGeneration, "generate", fail)
     with pytest.raises(type(error), match="no memory"):
         engine.generate([])
@@ -180,7 +243,7 @@ def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
     def gather(row):
         return torch.tensor([row[0], True])
 
-    engine, _ = generation([])
+    engine = generation()
     engine.accelerator = SimpleNamespace(num_processes=2, device="cpu", gather=gather)
     let_trl_return_the_prompts(monkeypatch)
 
@@ -198,7 +261,7 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
         gathered.append(row)
         return row
 
-    engine, _ = generation([])
+    engine = generation()
     engine.accelerator = SimpleNamespace(num_processes=2, device="cpu", gather=gather)
     let_trl_return_the_prompts(monkeypatch)
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", lambda self, prompts: self.vllm_generation.generate(prompts))
@@ -212,60 +275,3 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     # Control: outside of the loop it waits.
     engine.generate([[1]])
     assert len(gathered) == 1
-
-
-# Settings -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [({}, False), ({"stop": ["#"]}, True), ({"stop": []}, False), ({"detokenize": True}, True)],
-)
-def test_only_stop_strings_need_text(monkeypatch, settings, text):
-    """The trainer decodes token ids."""
-    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
-
-    engine = LowBitVLLMGeneration(None, quantization_config=None, mode="server", generation_kwargs=settings)
-
-    assert engine.generation_kwargs == settings | {"detokenize": text, "stop_token_ids": []}
-
-
-def test_only_a_colocated_engine_is_asked_for_flat_log_probs(monkeypatch):
-    """A server answers by HTTP, with TRL's own fields."""
-    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
-
-    def flat(mode):
-        engine = LowBitVLLMGeneration(None, quantization_config=None, mode=mode, generation_kwargs={})
-        return engine.generation_kwargs.get("flat_logprobs")
-
-    assert flat("colocate") is True
-    assert flat("server") is None
-
-
-def test_a_users_stop_tokens_are_added_to_the_trainers(monkeypatch):
-    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
-    settings = {"stop_token_ids": [7, 3]}
-
-    engine = LowBitVLLMGeneration(
-        None, quantization_config=None, mode="colocate", stop_token_ids=[2, 7], generation_kwargs=settings
-    )
-
-    assert engine.generation_kwargs["stop_token_ids"] == [2, 7, 3]
-
-
-@pytest.mark.parametrize(
-    ("settings", "of_trainer", "stops"),
-    [
-        ({"ignore_eos": True}, [2], []),  # vLLM stops at stop tokens all the same
-        ({"ignore_eos": True, "stop_token_ids": [5]}, [2], [5]),
-        ({}, [None, 2], [2]),  # a tokenizer without an EOS token
-    ],
-)
-def test_which_tokens_end_an_answer(monkeypatch, settings, of_trainer, stops):
-    monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
-
-    engine = LowBitVLLMGeneration(
-        None, quantization_config=None, mode="colocate", stop_token_ids=of_trainer, generation_kwargs=settings
-    )
-
-    assert engine.generation_kwargs["stop_token_ids"] == stops

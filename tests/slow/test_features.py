@@ -16,7 +16,7 @@ import torch
 from learner.test_features import SMALL, Gradients, apart, assert_equal_runs, make, plain_losses, train
 from transformers import TrainerCallback
 
-from qarl_trl import _compat
+from qarl_trl.trainers import low_bit
 from slow.isolated import isolated_group
 from slow.test_processes import FSDP2, _shard_on_cpu
 from slow.toys import save_model
@@ -128,7 +128,7 @@ def _whole_gradients(param: Any) -> list[torch.Tensor]:
 
 
 def _keep_only_outputs_float32(accelerator: Any) -> None:
-    """In place of `_compat.keep_float32`: outputs are float32, and gradients have accelerate's dtype."""
+    """In place of `keep_float32`: outputs are float32, and gradients have accelerate's dtype."""
     plugin = accelerator.state.fsdp_plugin
     plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
 
@@ -152,10 +152,10 @@ def _accumulate(model: str, folder: str, how: str) -> dict[str, Any]:
     if how != "ours":
         # Whole gradients stay until the last micro-batch: the fewest communications, and the most memory.
         changes["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
-    keep_float32 = _compat.keep_float32
+    keep_float32 = low_bit.keep_float32
     if how == "accelerate's own":
         keep_float32 = _keep_only_outputs_float32
-    with patch.object(_compat, "keep_float32", keep_float32):
+    with patch.object(low_bit, "keep_float32", keep_float32):
         trainer = make(model, Path(folder) / how, **changes)
 
     gradients = Gradients()

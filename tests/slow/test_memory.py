@@ -11,8 +11,9 @@ import torch
 from tools.plan.runs import example_run, resident
 from transformers import TrainerCallback
 
-from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.memory.engine import cache_bytes, cache_tokens, synced_bytes
+from qarl_trl.tools.plan.memory.learner import trained_bytes
 from slow.isolated import isolated, isolated_group
 from slow.test_processes import _trainer
 from slow.toys import make_trainer, save_model
@@ -63,16 +64,16 @@ def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path):
     config = meta.read_config(model)
 
     def planned_run(scheme):
-        return example_run(meta.planned_model(config, torch.float32, plan=scheme), config)
+        return example_run(meta.model_without_weights(config, torch.float32, quantization=scheme), config)
 
     run = planned_run("FP8_DYNAMIC")
-    planned = items.synced_bytes(run)
-    of_other_scheme = items.synced_bytes(planned_run("W4A16"))
+    planned = synced_bytes(run)
+    of_other_scheme = synced_bytes(planned_run("W4A16"))
 
     sizes = isolated(_engine_sizes, model, str(tmp_path), "FP8_DYNAMIC")
 
     assert sizes.synced == planned != of_other_scheme  # control
-    assert items.cache_tokens(run) == items.cache_bytes(run) * sizes.cache_tokens // sizes.cache > 0
+    assert cache_tokens(run) == cache_bytes(run) * sizes.cache_tokens // sizes.cache > 0
     assert sizes.parameters == pytest.approx(sizes.synced, rel=0.02)
     assert sizes.parameters != pytest.approx(of_other_scheme, rel=0.02)  # control
 
@@ -118,9 +119,9 @@ def _shards(model: str, folder: str) -> dict[str, int]:
 def test_shards_of_two_processes(tmp_path):
     model = save_model(tmp_path / "model")
     config = meta.read_config(model)
-    skeleton = meta.planned_model(config, torch.float32, plan="W4A16")
+    skeleton = meta.model_without_weights(config, torch.float32, quantization="W4A16")
     run = example_run(skeleton, config, muon=True, ranks=2, fsdp2=True)
-    planned = {"gradients": items.trained_bytes(run)} | resident(run)
+    planned = {"gradients": trained_bytes(run)} | resident(run)
     of_one_process = resident(example_run(skeleton, config, muon=True))
 
     for held in isolated_group(_shards, 2, model, str(tmp_path / "run")):

@@ -23,8 +23,9 @@ def _train(model: str, folder: str) -> None:
 
 def test_a_plan_is_fitted_to_a_run_of_a_cpu_engine(tmp_path, capsys):
     from qarl_trl.cli import main
-    from qarl_trl.tools.plan.arms import compare
-    from qarl_trl.tools.plan.costs import GPUS
+    from qarl_trl.tools.plan.gpus import GPUS
+    from qarl_trl.tools.plan.run import Hardware
+    from qarl_trl.tools.plan.seconds.arms import compare
 
     model = save_model(tmp_path / "model")
     run = tmp_path / "run"
@@ -41,7 +42,7 @@ def test_a_plan_is_fitted_to_a_run_of_a_cpu_engine(tmp_path, capsys):
 
     # A CPU is no GPU of the list: the factors take up the whole difference.
     l4 = GPUS["l4"]
-    comparison = compare(["--config", str(recipe)], 1, l4, l4.memory, None, measured_run=run)
+    comparison = compare(["--config", str(recipe)], Hardware(1, l4.memory), l4, measured_run=run)
     print(comparison.factors, measured)
     for part, seconds in measured.items():
         assert getattr(comparison.arms["QaRL W4A16"].seconds, part) == pytest.approx(seconds)

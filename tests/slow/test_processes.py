@@ -280,10 +280,10 @@ BROKEN = "model.layers.1.mlp.down_proj.weight_packed"
 
 def _train_broken(model: str, folder: str, how: str) -> str:
     """What a process says whose run is broken, in itself or in the other."""
-    from qarl_trl import _compat
+    from qarl_trl.trainers import low_bit
 
     if how == "log-probs in bfloat16":
-        with patch.object(_compat, "keep_float32", lambda accelerator: None):
+        with patch.object(low_bit, "keep_float32", lambda accelerator: None):
             trainer = trainer_of_two(model, folder, True)
     else:
         trainer = trainer_of_two(model, folder, how == "incomplete sync")

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from tools.plan.test_formulas import peak_bytes
+from tools.plan.runs import peak_bytes
 from transformers import TrainerCallback
 
 from qarl_trl.quant.names import base_model
@@ -52,7 +52,7 @@ def _train(
     model: str, folder: str, zero3: bool, lora: bool, changes: dict[str, Any], pieces: bool = False
 ) -> dict[str, Any]:
     """A run whose last update has a gradient of NaN in the second process; `pieces` keeps hooks around each module."""
-    # Without checkpointing, nothing but `_compat.fit_to_zero3` makes the first layer's input need a gradient.
+    # Without checkpointing, nothing but `fit_to_zero3` makes the first layer's input need a gradient.
     if lora:
         changes = changes | {"peft_config": random_adapter(), "gradient_checkpointing": False}
     if pieces:
@@ -379,7 +379,7 @@ def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
 
 def _planned_bytes(model: str, adapter: Any) -> dict[str, int]:
     """What each of two ranks keeps, by the formulas of dev/memory.md."""
-    skeleton = meta.planned_model(meta.read_config(model), torch.float32, adapter, plan="W4A16")
+    skeleton = meta.model_without_weights(meta.read_config(model), torch.float32, adapter, quantization="W4A16")
     parameters = meta.parameters(skeleton, "adamw_torch")
 
     # DeepSpeed cuts each parameter in two, the odd entry rounded up.

@@ -123,6 +123,20 @@ def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
     assert (tmp_path / "base" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_student_and_teacher_compute_in_the_precision_of_the_run(dense_model, tmp_path, bf16):
+    """TRL's own trainer computes in the dtype of the weights, whatever `bf16` says."""
+    trainer = make(dense_model, tmp_path, max_steps=1, bf16=bf16)
+    dtypes = set()
+    for model in (trainer.model, trainer.teacher_model):
+        layer = model.model.layers[0].mlp.down_proj
+        layer.register_forward_hook(lambda _, __, output: dtypes.add(output.dtype))
+
+    trainer.train()
+
+    assert dtypes == {torch.bfloat16 if bf16 else torch.float32}
+
+
 # Given answers -------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,8 @@
-"""What a learner and the engine of a server must have in common."""
+"""What a learner and the engine of a server must have in common.
+
+A server is started by hand, and from the model's files. If its model, scheme or vLLM is not that of the run, a sync
+may still succeed. So both ends state the same facts, and the trainer compares them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils import flatten_dict
 
-from ..._compat import installed_version
+from ..._compat.versions import installed_version
 
 
 # Fields of a config that determine a text model; a learner and an engine with different files differ in one of these.
@@ -32,13 +36,20 @@ _OF_THE_MODEL = (
 )
 
 
-def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
+def engine_facts(
+    config: PretrainedConfig,
+    quantization: dict[str, Any] | None,
+    cache_dtype: str = "auto",
+    adapter: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """
     Facts that learner and server must share.
 
     Args:
         config: The model's config.
         quantization: compressed-tensors' config of its schemes; `None` for bfloat16.
+        cache_dtype: vLLM's `kv_cache_dtype`.
+        adapter: The arguments of `vllm.LLM` for the adapter of a frozen base; `None` without one.
 
     Returns:
         Plain values by dotted name, such as `config.hidden_size`.
@@ -47,6 +58,8 @@ def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) 
     facts = {
         "config": {name: getattr(text_config, name, None) for name in _OF_THE_MODEL},
         "quantization_config": quantization,
+        "kv_cache_dtype": cache_dtype,
+        "adapter": adapter,
         "vllm": installed_version("vllm"),
     }
 

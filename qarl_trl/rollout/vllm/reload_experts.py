@@ -1,9 +1,10 @@
 """Kernels of experts over a reload, on GPUs.
 
-For every reload vLLM makes new kernels of experts (`quant_method.moe_kernel`, from `fused_moe/modular_kernel.py` on).
-But CUDA graphs go on reading the tensors of the first ones: scales, which are the layer's parameters, and constants
-such as CUTLASS's strides. A reload fills parameters only; the constants would be freed with their kernel, and a sleep
-of level 2 throws them away. A new kernel would also keep second copies of all scales, in memory that does not sleep.
+For every reload vLLM makes new kernels of experts (`moe_kernel` of the layer's `quant_method`, made of classes in
+`fused_moe/`). But CUDA graphs go on reading the tensors of the first ones: scales, which are the layer's parameters,
+and constants such as CUTLASS's strides. A reload fills parameters only; the constants would be freed with their
+kernel, and a sleep of level 2 throws them away. A new kernel would also keep second copies of all scales, in memory
+that does not sleep.
 
 So the first kernels stay, and take over the contents of the new ones.
 """

@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ..._compat import installed_version
+from ..._compat.versions import installed_version
 from .attention_scales import reset_cache_scales
 from .loaded_elements import LoadedElements, tied_names
 from .reload_biases import biases_of_checkpoint

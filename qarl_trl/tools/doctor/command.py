@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from ..plan.costs import GPUS
+from ..plan.gpus import GPUS
 from . import FAIL, WARN, CheckResult
 
 

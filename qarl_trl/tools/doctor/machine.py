@@ -14,10 +14,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..._compat import installed_version, requirements, why_untested
+from ..._compat.versions import installed_version, requirements, why_untested
 from ...quant.supported import gpu_generation
 from ...rollout.cpu_support import cpu_flags, why_no_engine
-from ..plan.items import GIB
+from ..plan.run import GIB
 from . import FAIL, OK, SKIPPED, WARN, CheckResult
 
 

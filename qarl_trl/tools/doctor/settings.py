@@ -15,10 +15,11 @@ from ...config import QaRLConfig
 from ...quant.scheme import support_of
 from ...quant.supported import gpu_generation
 from ...validate import check_arguments, check_data, check_run
-from ..plan.command import verdict
-from ..plan.costs import GPUS
-from ..plan.items import fits
-from ..plan.ways import explore
+from ..plan.gpus import GPUS
+from ..plan.memory.advice import advise
+from ..plan.memory.moments import fits
+from ..plan.memory.table import verdict
+from ..plan.run import Hardware
 from . import FAIL, OK, SKIPPED, CheckResult
 
 
@@ -84,14 +85,12 @@ def check_for_gpu(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Data
     Raises:
         ValueError: if the dataset has too few prompts, or the run cannot be planned.
     """
-    memory = GPUS[gpu].memory
     capability = GPUS[gpu].capability
     yield from _check_schemes(args, gpu_generation(capability))
 
-    # One GPU, so nothing is sharded.
-    _, run, _, fitting_runs = explore(argv, 1, memory, None)
-    status = OK if fits(run) else FAIL
-    for line in verdict(run, fitting_runs):
+    advice = advise(argv, Hardware(gpus=1, memory=GPUS[gpu].memory))
+    status = OK if fits(advice.run) else FAIL
+    for line in verdict(advice.run, advice.together):
         yield CheckResult(status, "memory", line)
 
     check_data({"train_dataset": dataset}, args)

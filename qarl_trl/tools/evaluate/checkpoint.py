@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from ...export import files
 from ...export.card import scheme_name
-from ...export.tensors import check_tensors
+from ...export.tensors import Checked, check_tensors
 from ...quant.scheme import describe_scheme
 from ...quant.source import weight_map
 from ...rollout.cpu_support import check_engine_cpu
@@ -83,9 +83,9 @@ def check_complete(folder: Path) -> None:
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of {index.name} ({missing[0]}). Download it again.")
 
-    reason = check_tensors(folder)
-    if reason is not None:
-        print(f"{folder}: its tensors are not checked for missing ones, because {reason}")
+    check = check_tensors(folder)
+    if check.checked in (Checked.STORED_LAYERS, Checked.NOTHING):
+        print(f"{folder}: its tensors are not checked for missing ones, because {check.reason}")
 
 
 def precision(config: PretrainedConfig) -> str:

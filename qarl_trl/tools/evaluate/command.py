@@ -164,7 +164,7 @@ def _sampling_params(options: argparse.Namespace) -> Any:
 
 def _head(options: argparse.Namespace, described: str) -> dict[str, Any]:
     """What the results begin with. Options may hold secrets, such as a token for the engine."""
-    from ..._compat import installed_version
+    from ..._compat.versions import installed_version
     from ...redact import redact
 
     return {

@@ -1,4 +1,4 @@
-"""A model without weights, prepared as the trainer prepares the real one, and what a plan counts of its parameters."""
+"""A model without weights, prepared as the trainer prepares the real one, and the [`Parameter`]s that are counted."""
 
 from __future__ import annotations
 
@@ -61,26 +61,26 @@ def read_config(name: str) -> PretrainedConfig:
     return config
 
 
-def planned_model(
-    config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, plan: Any = None
+def model_without_weights(
+    config: PretrainedConfig, dtype: torch.dtype | str, adapter: Any = None, quantization: Any = None
 ) -> nn.Module:
     """
     A model without weights, with an adapter and low-bit layers. It is cached: do not change it.
 
     Not `validate.skeleton`, which takes no dtype, on which bytes depend, and builds the class that the config names:
-    with it, vision models would be planned by formulas that do not know their layers.
+    with it, vision models would be estimated by formulas that do not know their layers.
 
     Args:
         config: The model's config.
         dtype: Of the master weights, as transformers takes it.
         adapter: The adapter's `peft.PeftConfig`, if any.
-        plan: What to quantize, as `apply_quantization` takes it, or `None`.
+        quantization: What to quantize and how, as `apply_quantization` takes it, or `None`.
 
     Returns:
         The model on the meta device.
     """
-    # The search for options plans the same model dozens of times, and a large one takes seconds.
-    key = repr((config.to_dict(), dtype, adapter, plan))
+    # The search for levers asks for the same model dozens of times, and a large one takes seconds.
+    key = repr((config.to_dict(), dtype, adapter, quantization))
     if key in _models:
         return _models[key]
 
@@ -90,8 +90,8 @@ def planned_model(
         from peft import get_peft_model
 
         model = get_peft_model(model, adapter)
-    if plan is not None:
-        model = apply_quantization(model, plan)
+    if quantization is not None:
+        model = apply_quantization(model, quantization)
 
     _models[key] = model
     return model
@@ -116,7 +116,7 @@ def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = Fals
     low_bits = _low_bits(model, ranks)
     layers = [f"{name}." for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
-    planned = []
+    counted = []
     for name, param in model.named_parameters():
         low_bit = low_bits.get(id(param), {})
 
@@ -129,8 +129,8 @@ def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = Fals
             optimizer = optimizers.get(name, other_optimizer)
 
         layer = _layer_of(name, layers)
-        planned.append(Parameter(name, tuple(param.shape), size, layer, optimizer, **low_bit))
-    return tuple(planned)
+        counted.append(Parameter(name, tuple(param.shape), size, layer, optimizer, **low_bit))
+    return tuple(counted)
 
 
 def _trained_by_muon(model: nn.Module) -> dict[str, str]:

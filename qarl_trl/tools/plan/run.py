@@ -1,4 +1,4 @@
-"""A run in numbers: all that the formulas of the plan read. Only the standard library, so that `--help` is instant."""
+"""A run in numbers: all that the formulas read. Only the standard library, so that `--help` is instant."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Any
 
 
 GIB = 2**30
+
+BFLOAT16 = 2  # bytes
+FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,22 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """
+    The GPUs that a run is meant for.
+
+    Attributes:
+        gpus: Their number. Each has one process of the learner.
+        memory: GiB of each.
+        sharding: How several hold the learner: `"fsdp2"` or `"ddp"`. `None` means `"fsdp2"`.
+    """
+
+    gpus: int
+    memory: float
+    sharding: str | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """
     A run in numbers.
@@ -77,6 +96,7 @@ class Run:
         ranks: GPUs of the learner, one process each.
         fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
         reference: Whether there is a second, frozen model for the KL term.
+        cache_entry: Bytes of a number in the engine's key-value cache.
         eager: Whether the engine runs without CUDA graphs.
         accumulation: Micro-batches in an update, which share passes.
     """
@@ -99,6 +119,7 @@ class Run:
     ranks: int = 1
     fsdp2: bool = False
     reference: bool = False
+    cache_entry: int = 2
     eager: bool = False
     accumulation: int = 1
 

@@ -1,4 +1,4 @@
-"""The settings of a run, as numbers for the formulas. Refuses what cannot run on so many GPUs."""
+"""From the settings of a run to the numbers of the formulas. Refuses what cannot run on so many GPUs."""
 
 from __future__ import annotations
 
@@ -11,58 +11,60 @@ from transformers import PretrainedConfig
 from ...quant.layers.experts import num_experts
 from ...quant.source import quantized_source
 from ...rollout.scheme_support import default_engine_kwargs
-from .batch import Batch
-from .model import parameters, planned_model, read_config
-from .run import GIB, Run
+from ...validate.kv_cache import check_cache_device
+from .model import model_without_weights, parameters, read_config
+from .run import GIB, Hardware, Run
+from .seconds.batch import Batch
 
 
-# Tokens of a prompt, assumed where nothing limits its length.
+# Most tokens of a prompt, assumed where nothing limits its length.
 PROMPT = 512
-# Mean tokens of a prompt, and the mean length of an answer as a share of the longest: assumed where nobody says.
+# Mean tokens of a prompt; assumed where nobody says.
 MEAN_PROMPT = 200
+# The mean length of an answer as a share of the longest; assumed where nobody says.
 MEAN_ANSWER = 0.5
 # Most GPUs, and most GiB of one: far above real ones. Larger numbers are typing errors, and overflow.
 LIMIT = 10**6
 
 
-def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding: str | None) -> Run:
+def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     """
     The numbers of a run.
 
     Args:
         settings: Its `QaRLConfig`.
         model_args: Its `trl.ModelConfig`.
-        gpus: Processes, with one GPU each.
-        memory: GiB of each GPU.
-        sharding: `"ddp"` or `"fsdp2"`, for several GPUs; `None` means `"fsdp2"`.
+        hardware: The GPUs.
 
     Raises:
         ValueError: if the run cannot work, or the model is unknown.
     """
-    _check_numbers(gpus, memory)
+    _check_numbers(hardware)
+    gpus = hardware.gpus
     engine = settings.vllm_mode if settings.use_vllm else ""
     _check_engine_ranks(engine, settings.vllm_tensor_parallel_size, gpus)
+    check_cache_device(settings, "cuda")
 
     # First, so that an unknown model is reported as one, and not by the error of what reads its files next.
     name = model_args.model_name_or_path
     config = read_config(name)
-    plan = _quantization_of(name, settings)
+    quantization = _quantization_of(name, settings)
     if not hasattr(config.get_text_config(), "num_attention_heads"):
         raise ValueError(f"plan needs a model with attention, got {name} ({config.model_type}).")
 
     adapter = _adapter_of(model_args)
-    model = planned_model(config, _dtype_of(config, settings, model_args), adapter, plan)
+    model = model_without_weights(config, _dtype_of(config, settings, model_args), adapter, quantization)
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
-    if settings.frozen and (adapter is None or num_experts(config) or engine == "server"):
-        raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")
+    if settings.frozen and (adapter is None or num_experts(config)):
+        raise ValueError("lora_base='frozen' needs use_peft: true, and a model without experts.")
 
-    fsdp2 = gpus > 1 and sharding != "ddp"
+    fsdp2 = gpus > 1 and hardware.sharding != "ddp"
     ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1
     return Run(
         parameters=parameters(model, _optimizer_of(settings), ranks_that_gather, settings.frozen),
         config=config.get_text_config(),
-        low_bit_forward=plan is not None and settings.quantize_learner,
-        memory=int(memory * GIB),
+        low_bit_forward=quantization is not None and settings.quantize_learner,
+        memory=int(hardware.memory * GIB),
         rows=settings.per_device_train_batch_size,
         tokens=settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT,
         budget=settings.max_tokens_per_pass,
@@ -79,11 +81,12 @@ def plan_run(settings: Any, model_args: Any, gpus: int, memory: float, sharding:
         # Without its adapter a PeftModel is its own reference.
         reference=settings.beta > 0 and adapter is None,
         accumulation=settings.gradient_accumulation_steps,
+        cache_entry=1 if settings.has_low_bit_cache else 2,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
     )
 
 
-def plan_batch(settings: Any, gpus: int, prompt_tokens: float | None, answer_tokens: float | None) -> Batch:
+def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_tokens: float | None) -> Batch:
     """
     The rollout batch of a run.
 
@@ -111,9 +114,9 @@ def plan_batch(settings: Any, gpus: int, prompt_tokens: float | None, answer_tok
     )
 
 
-def _check_numbers(gpus: int, memory: float) -> None:
+def _check_numbers(hardware: Hardware) -> None:
     """`ValueError` for a number of GPUs, or of their GiB, that no machine has."""
-    for name, value in {"gpus": gpus, "memory": memory}.items():
+    for name, value in {"gpus": hardware.gpus, "memory": hardware.memory}.items():
         # Written so that NaN is refused too.
         if not 0 < value <= LIMIT:
             raise ValueError(f"--{name} must be a number above 0, at most {LIMIT}, got {value:g}.")
@@ -126,7 +129,7 @@ def _check_engine_ranks(engine: str, ranks: int, gpus: int) -> None:
 
 
 def _quantization_of(name: str, settings: Any) -> QuantizationConfig | None:
-    """How the run quantizes, if it does. A run that starts from a quantized checkpoint takes the plan from there."""
+    """Which layers the run quantizes, and how. One that starts from a quantized checkpoint takes it from there."""
     if not settings.from_checkpoint:
         return settings.quant_plan()
 

@@ -10,7 +10,7 @@ import pytest
 from trl.generation import vllm_generation
 from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position, create_sample_logprobs
 
-from qarl_trl import _compat
+from qarl_trl._compat.rollout_batch import extracted_by
 from qarl_trl.rollout.vllm import flat_logprobs
 from qarl_trl.rollout.vllm.flat_logprobs import extract_logprobs
 
@@ -87,6 +87,6 @@ def test_one_log_prob_a_token_is_not_sorted(monkeypatch):
 
 def test_trl_reads_log_probs_by_our_function():
     assert "extract_logprobs" in vllm_generation.VLLMGeneration.generate.__code__.co_names
-    with _compat.extracted_by(extract_logprobs):
+    with extracted_by(extract_logprobs):
         assert vllm_generation.extract_logprobs is extract_logprobs
     assert vllm_generation.extract_logprobs is not extract_logprobs

@@ -1,15 +1,17 @@
-"""Runs for tests of the plan: a recipe for 8 GPUs in numbers, with any of them replaced."""
+"""For tests of `qarl-trl plan`: a recipe for 8 GPUs in numbers, any of them replaced, and what an allocator says."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from qarl_trl.tools.plan import items
 from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.memory.moments import moments
 from qarl_trl.tools.plan.run import GIB, Run
 
 
@@ -37,5 +39,20 @@ def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, *
 
 def resident(run: Run) -> dict[str, int]:
     """Bytes of what stays between the steps of a run, without what is assumed."""
-    rollout = items.moments(replace(run, engine=""))["rollout"]
+    rollout = moments(replace(run, engine=""))["rollout"]
     return {name: size for name, size in rollout.items() if "assumed" not in name}
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Most bytes that torch's CPU allocator had out beyond what it had before, by its own account."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+
+    # The profiler's list is not in the order of time, and frees are negative.
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = 0
+    most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from qarl_trl.cli import main
-from qarl_trl.tools.plan import items
-from qarl_trl.tools.plan.run import GIB
-from qarl_trl.tools.plan.ways import explore
+from qarl_trl.tools.plan.memory.advice import advise
+from qarl_trl.tools.plan.memory.engine import cache_tokens, engine_weights, synced_bytes
+from qarl_trl.tools.plan.memory.learner import host_bytes
+from qarl_trl.tools.plan.memory.moments import fits, peaks
+from qarl_trl.tools.plan.run import GIB, Hardware
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -27,7 +29,7 @@ def plan(capsys, *argv):
 
 def run_of(path, gpus=8, memory=79, sharding="fsdp2", *argv):
     """The run of a recipe, in numbers."""
-    return explore(["--config", str(path), *map(str, argv)], gpus, memory, sharding).run
+    return advise(["--config", str(path), *map(str, argv)], Hardware(gpus, memory, sharding)).run
 
 
 # By folder the GiB of each GPU, and how the learner is distributed.
@@ -51,12 +53,12 @@ def recipes_with_hardware():
 def test_every_recipe_fits_its_hardware_at_its_longest_rows(path, gib, sharding):
     run = run_of(path, 8, gib, sharding)
 
-    assert items.fits(run)
+    assert fits(run)
     # An engine that holds few rows at once would make rollouts slow.
-    assert items.cache_tokens(run) > 4 * 18432
+    assert cache_tokens(run) > 4 * 18432
 
     # The header of the recipe quotes the result.
-    peak = max(items.peaks(run).values()) / GIB
+    peak = max(peaks(run).values()) / GIB
     hardware = path.read_text().splitlines()[2]
     assert hardware.endswith(f"Estimated by qarl-trl plan: {peak:.0f} GiB of {gib}.")
 
@@ -78,8 +80,8 @@ def test_what_fits_says_in_what_memory(capsys):
 
 
 def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_otherwise():
-    sharded = items.host_bytes(run_of(EIGHT_GPUS, 16, 79, "fsdp2"))
-    copied = items.host_bytes(run_of(EIGHT_GPUS, 16, 79, "ddp"))
+    sharded = host_bytes(run_of(EIGHT_GPUS, 16, 79, "fsdp2"))
+    copied = host_bytes(run_of(EIGHT_GPUS, 16, 79, "ddp"))
 
     assert sharded == 4 * 8_190_735_360  # float32
     assert copied == 8 * sharded  # 8 of the 16 are on one machine
@@ -94,6 +96,7 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
         (["--vllm_tensor_parallel_size", "0"], "vllm_tensor_parallel_size"),
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3"),
         (["--quant_scheme", "W3A16"], "quant_scheme"),
+        (["--kv_cache_dtype", "fp8"], "quantize_learner_kv"),
     ],
 )
 def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(capsys, argv, field):
@@ -104,6 +107,14 @@ def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(c
     assert len(printed.err.strip().splitlines()) == 1
 
 
+def test_an_fp8_cache_holds_twice_the_sequences():
+    stock = run_of(EIGHT_GPUS)
+    in_fp8 = run_of(EIGHT_GPUS, 8, 79, "fsdp2", "--kv_cache_dtype", "fp8", "--quantize_learner_kv", "false")
+
+    assert cache_tokens(in_fp8) // 2 == cache_tokens(stock)
+    assert peaks(in_fp8) == peaks(stock)
+
+
 SERVER = ("--vllm_mode", "server", "--max_completion_length", 15000)
 
 
@@ -111,9 +122,9 @@ def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it():
     colocated = run_of(EIGHT_GPUS)
     server = run_of(EIGHT_GPUS, 8, 79, None, *SERVER)
 
-    assert items.fits(server)
-    assert items.peaks(server)["rollout"] < items.peaks(colocated)["rollout"]  # these GPUs wait
-    for count in (items.synced_bytes, items.engine_weights, items.cache_tokens):
+    assert fits(server)
+    assert peaks(server)["rollout"] < peaks(colocated)["rollout"]  # these GPUs wait
+    for count in (synced_bytes, engine_weights, cache_tokens):
         assert count(server) == count(colocated) > 0
 
 

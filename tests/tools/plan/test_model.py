@@ -1,15 +1,46 @@
-"""Models without weights: bundled sizes give the models that they are named after."""
+"""Models without weights: they count the tensors of real ones, and bundled sizes give the models of these names."""
 
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_model
 
+from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.store import iter_low_bit_weights, low_bit_store
 from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.memory.engine import synced_bytes
+from tools.plan.runs import example_run, resident
 
 
 ROOT = Path(__file__).parents[3]
+
+
+def nbytes(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def quantized_bytes(model):
+    """Bytes of the quantized values that the layers of a model keep."""
+    total = 0
+    for weight in low_bit_store(model).kept().values():
+        total += nbytes(weight.tensors.values())
+    return total
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("qwen2", "W4A16_ASYM"), ("qwen3", "W8A8"), ("qwen3_moe", "W4A16")])
+def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme):
+    model = apply_quantization(make_model(kind), scheme)
+    skeleton = meta.model_without_weights(model.config, torch.float32, quantization=scheme)
+    run = example_run(skeleton, model.config, muon=False)
+
+    streamed = [tensor for _, tensor in iter_low_bit_weights(model)]  # also makes the quantized values
+
+    assert synced_bytes(run) == nbytes(streamed)
+    assert resident(run)["quantized values"] == quantized_bytes(model)
+    assert resident(run)["master weights"] == nbytes(model.parameters())
+
 
 # As the model cards count them.
 PARAMETERS = {
@@ -36,7 +67,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", meta.BUNDLED)
 def test_bundled_sizes_give_the_parameters_of_the_model_cards(name):
-    skeleton = meta.planned_model(meta.read_config(name), torch.float32)
+    skeleton = meta.model_without_weights(meta.read_config(name), torch.float32)
     parameters = meta.parameters(skeleton, "adamw_torch")
 
     assert sum(parameter.entries for parameter in parameters) == PARAMETERS[name]

@@ -1,0 +1,119 @@
+"""What the constructor of a TRL trainer makes: its engine, its models, and the reference under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from transformers import PreTrainedModel
+from transformers.distributed.fsdp import is_fsdp_enabled
+from transformers.distributed.utils import is_local_dist_rank_0
+
+
+# Where TRL's trainers that have an engine import its class from, if they import it late. A name, because importing the
+# module imports vLLM, which the checks of settings do not need.
+ENGINE_HOME = "trl.generation.vllm_generation"
+
+
+def trl_module(trainer_class: type) -> str:
+    """
+    The module of the TRL trainer that a class subclasses: the constructor of that trainer looks names up there.
+
+    Args:
+        trainer_class: A subclass of a trainer of TRL.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    for base in trainer_class.__mro__:
+        if base.__module__.startswith("trl."):
+            return base.__module__
+    raise TypeError(f"{trainer_class.__name__} must subclass a trainer of TRL.")
+
+
+@contextmanager
+def construction(
+    trainer_class: type, build_engine: Callable[..., Any], load: Callable[..., Any] | None
+) -> Iterator[None]:
+    """
+    Make the constructor of a TRL trainer build its engine and load its models our way.
+
+    Replaced in the trainer's module (TRL 1.16): `VLLMGeneration`, `create_model_from_path` and `prepare_fsdp`. TRL has
+    no argument for the first two (https://github.com/huggingface/trl/pull/6816 would add one for the engine). If a
+    name is gone, `patch` raises `AttributeError`; if TRL builds its engine by another one, `LowBitMixin` raises,
+    because the engine is not ours.
+
+    Args:
+        trainer_class: A subclass of a trainer of TRL.
+        build_engine: Stands for TRL's `VLLMGeneration`, with its arguments.
+        load: Loads the policy and the reference, called as `load(name, **model_init_kwargs)`. TRL's own loader
+            (`None`) would give a compressed checkpoint to transformers' quantizer, whose model has no master weights.
+    """
+    module = import_module(trl_module(trainer_class))
+
+    engine_home = ENGINE_HOME
+    if hasattr(module, "VLLMGeneration"):
+        engine_home = module.__name__
+
+    with ExitStack() as stack:
+        stack.enter_context(patch(f"{engine_home}.VLLMGeneration", build_engine))
+        stack.enter_context(_shared_zeros())
+        if hasattr(module, "prepare_fsdp"):
+            stack.enter_context(_sharded_reference(module.__name__))
+        if load is not None:
+            stack.enter_context(patch(f"{module.__name__}.create_model_from_path", load))
+        yield
+
+
+def _shared_zeros() -> AbstractContextManager:
+    """
+    With FSDP's RAM-efficient loading, keep the models of processes that read no weights small.
+
+    One process of a machine reads the weights and sends the others their shards. Until then transformers (5.17) fills
+    the models of the others with float32 zeros, as large as the real model: 32 GB for 8B parameters, seven times. Here
+    all entries of such a parameter share one zero. A write to it raises. Replaced is
+    `PreTrainedModel._move_missing_keys_from_meta_to_device`; if it is gone, this raises `AttributeError`.
+    """
+    original = PreTrainedModel._move_missing_keys_from_meta_to_device
+
+    def fill(model: PreTrainedModel, *args: Any) -> None:
+        if not is_fsdp_enabled() or is_local_dist_rank_0():
+            return original(model, *args)
+
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            parent, _, local = name.rpartition(".")
+            setattr(model.get_submodule(parent), local, _zeros_like(tensor))
+
+    return patch.object(PreTrainedModel, original.__name__, fill)
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros on the CPU: for a parameter one zero that all its entries share, for a buffer ordinary ones."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return torch.zeros_like(tensor, device="cpu")
+
+    zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    return torch.nn.Parameter(zero, requires_grad=tensor.is_floating_point())
+
+
+def _sharded_reference(module: str) -> AbstractContextManager:
+    """
+    Under FSDP2 send all processes the weights of the reference model.
+
+    TRL's `prepare_fsdp` (1.16) shards it by `fully_shard` alone, so the shards of processes that read no weights would
+    stay zero. accelerate's `fsdp2_prepare_model` sends them the weights, as for the policy. If either is gone, the
+    import raises.
+    """
+    from trl.models import prepare_fsdp
+
+    def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
+        if accelerator.is_fsdp2:
+            return fsdp2_prepare_model(accelerator, model).eval()
+        return prepare_fsdp(model, accelerator).eval()
+
+    return patch(f"{module}.prepare_fsdp", prepare)

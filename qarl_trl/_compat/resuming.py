@@ -1,0 +1,51 @@
+"""Loads training checkpoints. Importing this module also lets `torch.load` resume a CPU run under DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
+    """
+    Copy the weights of a training checkpoint into a model that `save_pretrained` stores under other names, in place.
+
+    It stores experts one by one, and models of several parts under older names. The Trainer resumes by
+    `load_state_dict` (`Trainer._load_from_checkpoint`, transformers 5.17), which does not know those names: it would
+    warn and continue with the initial weights.
+
+    Args:
+        model: The model, with the policy's names.
+        folder: The training checkpoint.
+
+    Raises:
+        RuntimeError: if the checkpoint lacks a weight.
+    """
+    stored, report = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if report["missing_keys"]:
+        raise RuntimeError(f"The checkpoint {folder} lacks {sorted(report['missing_keys'])}: it cannot be resumed.")
+    model.load_state_dict(stored.state_dict())
+
+
+def _load_to_numbered_cpus() -> None:
+    """
+    Let `torch.load` take "cpu:0" as a place.
+
+    Under DDP the Trainer resumes with this `map_location`, accelerate's name of a CPU; torch (2.13) knows only "cpu",
+    and raises. A version that knows it gives the same storage.
+    """
+
+    def tag(storage: Any) -> None:
+        return None  # no file is written with such a place
+
+    def put(storage: Any, place: str) -> Any:
+        return storage if place.startswith("cpu:") else None
+
+    # Before torch's own places, which begin at 10 (`torch.serialization`).
+    torch.serialization.register_package(9, tag, put)
+
+
+# torch has a list of such functions and no way to take one from it, so it is added once.
+_load_to_numbered_cpus()

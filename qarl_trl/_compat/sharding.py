@@ -1,0 +1,127 @@
+"""FSDP2 and DeepSpeed ZeRO-3, as accelerate sets them up: their settings, their dtypes, and what they gather."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+
+def fsdp_settings(args: Any) -> dict[str, Any] | None:
+    """
+    The settings with which a run shards its model by FSDP.
+
+    Args:
+        args: The settings of the run. transformers (5.17) has read `args.fsdp` into `fsdp_plugin_args`.
+
+    Returns:
+        `fsdp_version`, `cpu_offload` and others, from `args.fsdp` or from `accelerate launch`, which sets environment
+        variables (`accelerate.utils.launch`, 1.15); `None` without FSDP.
+    """
+    if args.fsdp_plugin_args is not None:
+        return args.fsdp_plugin_args
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
+        return None
+
+    version = int(os.environ.get("FSDP_VERSION", "1"))
+    offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
+    return {"fsdp_version": version, "cpu_offload": offload}
+
+
+def is_zero3(args: Any) -> bool:
+    """
+    Whether DeepSpeed shards the parameters.
+
+    Args:
+        args: The settings of a run, or accelerate's state.
+    """
+    return args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3
+
+
+def fit_to_zero3(model: PreTrainedModel) -> None:
+    """
+    Tell DeepSpeed ZeRO-3 that the forward of a model reads its output head, and that it must gather whole decoder
+    layers.
+
+    TRL's fused head (`trl.trainer.utils.add_fused_lm_head`) reads it, and DeepSpeed notices that at the first use. If
+    it traced the sync check's pass, without the fused head, before, a later pass stops with "tracing error" (DeepSpeed
+    0.19.8).
+
+    Hooks around each module in a layer would sum the gradients of the residual stream in another order than autograd,
+    and master weights would differ from DDP's. So ZeRO-3 gathers a whole layer, as FSDP2 does. DeepSpeed reduces a
+    layer's gradients when its backward ends. If no input of the layer needs a gradient, torch reports that end too
+    early.
+
+    Args:
+        model: The model, before accelerate prepares it.
+    """
+    import deepspeed
+
+    for param in model.get_output_embeddings().parameters():
+        deepspeed.zero.register_external_parameter(model, param)
+    deepspeed.utils.set_z3_leaf_modules(model, list(model._no_split_modules or ()))
+    model.enable_input_require_grads()
+
+
+def keep_float32(accelerator: Any) -> None:
+    """
+    Keep log-probs and sums of gradients in float32, whatever shards the model.
+
+    Args:
+        accelerator: Before it prepares the model.
+    """
+    _keep_float32_under_fsdp2(accelerator)
+    if is_zero3(accelerator.state):
+        _keep_float32_under_zero3(accelerator.state.deepspeed_plugin.deepspeed_config)
+
+
+def _keep_float32_under_fsdp2(accelerator: Any) -> None:
+    """
+    In 16-bit precision, return outputs as the model computes them, and reduce gradients in float32.
+
+    accelerate's policy (`FullyShardedDataParallelPlugin.set_mixed_precision`, 1.15) casts all outputs of the model to
+    the parameters' dtype. Around -3, bfloat16 log-probs are up to 0.016 apart, and the paper's trust bands are 0.0004
+    wide. If the policy has other fields, `dataclasses.replace` raises `TypeError`.
+    """
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None:
+        return
+
+    policy: Any = plugin.mixed_precision_policy
+    if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+def _keep_float32_under_zero3(config: dict[str, Any]) -> None:
+    """
+    Reduce and accumulate gradients in float32, unless DeepSpeed's configuration sets another dtype.
+
+    By default DeepSpeed (0.19.8) does both in the dtype of the forward.
+    """
+    if not config.get("communication_data_type"):
+        config["communication_data_type"] = "fp32"
+
+    data_types = dict(config.get("data_types") or {})
+    if not data_types.get("grad_accum_dtype"):
+        data_types["grad_accum_dtype"] = "fp32"
+    config["data_types"] = data_types
+
+
+def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
+    """
+    Under FSDP2 reduce the gradients of every micro-batch, unless `args.accelerator_config` decides it.
+
+    The Trainer reduces only after the last one (`Trainer._inner_training_loop`, transformers 5.17). Until then FSDP2
+    keeps the whole gradient on every GPU: 16 GB in bfloat16 for 8B parameters. accelerate (1.15) reads the switch from
+    `gradient_state.plugin_kwargs`; without that dict this raises `AttributeError`.
+
+    Args:
+        accelerator: The Trainer's.
+        args: The settings of the run.
+    """
+    chosen = args.accelerator_config.gradient_accumulation_kwargs or {}
+    if accelerator.is_fsdp2 and "sync_each_batch" not in chosen:
+        accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True

@@ -1,0 +1,94 @@
+"""What an engine keeps on each of its GPUs, and what a weight sync brings it."""
+
+from __future__ import annotations
+
+import math
+
+from ..run import BFLOAT16, GIB, Run
+
+
+# Bytes of an awake engine beside weights and cache: passes of 4096 tokens and CUDA graphs. Assumed, not measured.
+ENGINE_WORK = 3 * GIB
+
+
+def engine_bytes(run: Run) -> int:
+    """
+    Bytes of the weights of a whole engine: low-bit tensors, bfloat16 for the rest, and with a frozen base the adapter.
+
+    Args:
+        run: The run.
+    """
+    weights = 0
+    for parameter in run.parameters:
+        if parameter.in_adapter and not run.frozen:  # the engine gets weights with the adapter merged into them
+            continue
+        weights += parameter.stored or BFLOAT16 * parameter.entries
+    return weights
+
+
+def synced_bytes(run: Run) -> int:
+    """
+    Bytes of a weight sync: all weights, or with a frozen base only the adapter, unless sleep mode drops the base.
+
+    Args:
+        run: The run.
+    """
+    # vLLM's sleep drops weights, and only the learner has those of its step.
+    if not run.frozen or run.sleep:
+        return engine_bytes(run)
+    return sum(BFLOAT16 * parameter.entries for parameter in run.parameters if parameter.in_adapter)
+
+
+def engine_weights(run: Run) -> int:
+    """
+    Bytes of the engine's weights on each of its GPUs; 0 without an engine.
+
+    Args:
+        run: The run.
+    """
+    if not run.engine:
+        return 0
+    return math.ceil(engine_bytes(run) / run.engine_ranks)
+
+
+def cache_bytes(run: Run) -> int:
+    """
+    Bytes of the engine's key-value cache on each of its GPUs: the rest of `vllm_gpu_memory_utilization`.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Negative if not even the weights fit, 0 without an engine.
+    """
+    if not run.engine:
+        return 0
+
+    # vLLM measures weights and work at its start, and gives the cache all that is left of its share.
+    share = int(run.utilization * run.memory)
+    return share - engine_weights(run) - ENGINE_WORK
+
+
+def cache_tokens(run: Run) -> int:
+    """
+    Number of tokens in the cache.
+
+    Args:
+        run: The run.
+    """
+    return cache_bytes(run) // token_bytes(run)
+
+
+def token_bytes(run: Run) -> int:
+    """
+    Bytes of a token in the cache: keys and values for the heads of one engine rank.
+
+    Args:
+        run: The run.
+    """
+    all_heads = getattr(run.config, "num_key_value_heads", None) or run.config.num_attention_heads
+    # With more ranks than heads vLLM gives several ranks a copy of the same head.
+    heads = max(1, all_heads // run.engine_ranks)
+
+    keys = run.cache_entry * run.config.num_hidden_layers * heads * run.head_dim
+    return 2 * keys

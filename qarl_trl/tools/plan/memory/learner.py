@@ -1,0 +1,88 @@
+"""What the learner keeps on each GPU from step to step: weights, gradients, and the optimizer's state."""
+
+from __future__ import annotations
+
+from ..run import FLOAT32, Parameter, Run
+
+
+# GPUs of a machine, whose processes share its memory; assumed, as of machines with NVLink.
+MACHINE = 8
+# Bytes an entry of two moments of bitsandbytes' optimizers in 8 bits: each a byte, and a float32 scale for 256 entries
+# (`bitsandbytes.optim.optimizer`). 2 * (1 + 4 / 256).
+TWO_MOMENTS_IN_8_BITS = 65 / 32
+
+
+def master_bytes(run: Run) -> int:
+    """
+    Bytes of the master weights on each GPU.
+
+    Args:
+        run: The run.
+    """
+    return sum(run.local_entries(parameter) * parameter.size for parameter in run.parameters)
+
+
+def trained_bytes(run: Run) -> int:
+    """
+    Bytes of the gradients on each GPU, and of each moment of the optimizer.
+
+    Args:
+        run: The run.
+    """
+    return sum(run.local_entries(parameter) * parameter.size for parameter in run.parameters if parameter.trained)
+
+
+def optimizer_state(run: Run, paged: bool = False) -> int:
+    """
+    Bytes of the optimizer's state between steps, on each GPU.
+
+    Args:
+        run: The run.
+        paged: Count the state that is kept in the machine's memory instead (`paged_adamw_*`).
+    """
+    state = 0
+    for parameter in run.parameters:
+        if parameter.optimizer.startswith("paged") == paged:
+            state += _state_bytes(run, parameter)
+    return state
+
+
+def _state_bytes(run: Run, parameter: Parameter) -> int:
+    """Bytes of the optimizer's state of one parameter on each GPU."""
+    if not parameter.trained:
+        return 0
+
+    optimizer = parameter.optimizer
+    entries = run.local_entries(parameter)
+
+    # Muon: one momentum.
+    if optimizer in ("muon", "experts"):
+        return entries * parameter.size
+
+    # bitsandbytes keeps two moments, in 8 bits but for embeddings.
+    if "8bit" in optimizer and "embed" not in parameter.name:
+        return int(entries * TWO_MOMENTS_IN_8_BITS)
+
+    if "bit" in optimizer:
+        return 2 * FLOAT32 * entries
+
+    # torch's AdamW: two moments, and a float32 count of the steps.
+    return 2 * entries * parameter.size + 4
+
+
+def host_bytes(run: Run) -> int:
+    """
+    Host memory of a machine, in bytes: models while they load, later the paged moments.
+
+    Args:
+        run: The run.
+    """
+    # Each process loads the model; under FSDP2 only one does, and sends the others their shards.
+    # A frozen base is not sharded, so every process loads it.
+    copies = min(run.ranks, MACHINE)
+    if run.fsdp2 and not run.frozen:
+        copies = 1
+
+    # Of a frozen base low-bit tensors load. The paged moments come later, when the loaded model is on the GPU.
+    loaded = sum(parameter.entries * parameter.size or parameter.stored for parameter in run.parameters)
+    return copies * max(loaded, optimizer_state(run, paged=True))

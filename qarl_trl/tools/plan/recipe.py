@@ -1,0 +1,66 @@
+"""Reads a recipe with further options of `qarl-trl train`: what the run of a user would be with a change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from ...train import parse
+
+
+# Fields of a recipe and the value of each, as a command line has it: {"optim": "adamw_8bit"}.
+Options = Mapping[str, str]
+
+
+def as_arguments(options: Options) -> list[str]:
+    """
+    Options as arguments of a command line.
+
+    Args:
+        options: Fields and values.
+    """
+    arguments = []
+    for name, value in options.items():
+        arguments += [f"--{name}", value]
+    return arguments
+
+
+def as_text(options: Options) -> str:
+    """
+    Options as a user pastes them after `qarl-trl train`.
+
+    Args:
+        options: Fields and values.
+    """
+    return " ".join(as_arguments(options))
+
+
+def read_settings(argv: Sequence[str], options: Options | None = None) -> tuple[Any, Any]:
+    """
+    Read a recipe.
+
+    Args:
+        argv: The command line of `qarl-trl train`, with the recipe.
+        options: What overrides it.
+
+    Returns:
+        The `QaRLConfig` and the `trl.ModelConfig`.
+
+    Raises:
+        ValueError: if `qarl-trl train` would refuse it.
+    """
+    # Any device: the GPUs that it is meant for are not here.
+    _, settings, model_args = parse([*argv, *as_arguments(options or {})], any_device=True)
+    return settings, model_args
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Log no warnings: they would be about settings that are only tried."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

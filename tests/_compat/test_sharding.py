@@ -1,0 +1,78 @@
+"""What FSDP's settings become, and what stays float32."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qarl_trl._compat import sharding
+
+
+@pytest.mark.parametrize(
+    ("environment", "plugin", "version", "offloads"),
+    [
+        ({}, None, None, None),
+        ({"ACCELERATE_USE_FSDP": "false"}, None, None, None),
+        ({"ACCELERATE_USE_FSDP": "true"}, None, 1, False),  # accelerate's default
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, None, 2, True),
+        ({}, {"fsdp_version": 2}, 2, None),
+    ],
+)
+def test_fsdp_is_set_by_the_launcher_or_the_arguments(monkeypatch, environment, plugin, version, offloads):
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_OFFLOAD_PARAMS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    settings = sharding.fsdp_settings(SimpleNamespace(fsdp_plugin_args=plugin)) or {}
+
+    assert settings.get("fsdp_version") == version
+    assert settings.get("cpu_offload") == offloads
+
+
+@pytest.fixture
+def fsdp2_plugin(monkeypatch):
+    """accelerate's own, with its own policy for mixed precision."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    return FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+def keep_float32(plugin) -> None:
+    state = SimpleNamespace(fsdp_plugin=plugin, deepspeed_plugin=None)
+    sharding.keep_float32(SimpleNamespace(state=state))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_fsdp2_does_not_round_what_the_model_returns(fsdp2_plugin, precision):
+    fsdp2_plugin.set_mixed_precision(precision)
+    before = fsdp2_plugin.mixed_precision_policy
+    assert before.output_dtype == before.param_dtype != torch.float32  # control
+
+    keep_float32(fsdp2_plugin)
+
+    after = fsdp2_plugin.mixed_precision_policy
+    assert after.output_dtype is None
+    assert after.param_dtype == before.param_dtype
+    assert after.reduce_dtype == torch.float32
+
+
+def test_fsdp2_without_mixed_precision_is_left_alone(fsdp2_plugin):
+    keep_float32(fsdp2_plugin)
+
+    assert fsdp2_plugin.mixed_precision_policy is None
+
+
+@pytest.mark.parametrize(
+    ("fsdp2", "chosen", "expected"),
+    [(True, None, True), (True, {"sync_each_batch": False}, None), (False, None, None)],
+)
+def test_gradients_are_reduced_in_every_micro_batch_of_fsdp2_unless_the_user_says_otherwise(fsdp2, chosen, expected):
+    kept = {}
+    accelerator = SimpleNamespace(is_fsdp2=fsdp2, gradient_state=SimpleNamespace(plugin_kwargs=kept))
+    args = SimpleNamespace(accelerator_config=SimpleNamespace(gradient_accumulation_kwargs=chosen))
+
+    sharding.keep_gradients_sharded(accelerator, args)
+
+    assert kept.get("sync_each_batch") is expected

@@ -1,0 +1,249 @@
+"""What a plan counts of a rank, against a toy trainer after an update: tensor bytes, exactly."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig
+from slow.toys import save_model
+from test_trainer import make
+
+from qarl_trl.quant import quantized_modules
+from qarl_trl.quant.quantize import quantize_weight
+from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.memory.backward import activations
+from qarl_trl.tools.plan.memory.engine import cache_bytes, cache_tokens, synced_bytes
+from qarl_trl.tools.plan.memory.learner import optimizer_state, trained_bytes
+from qarl_trl.tools.plan.memory.moments import moments
+from tools.plan.runs import example_run, resident
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Toy models on disk."""
+    return {
+        "dense": save_model(tmp_path_factory.mktemp("dense"), layers=1),
+        "experts": save_model(tmp_path_factory.mktemp("experts"), layers=1, experts=4),
+    }
+
+
+def nbytes(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def resident_tensors(trainer):
+    """Bytes of what a real trainer keeps between steps, by the names of the plan; without items of size 0."""
+    state = []
+    for of_parameter in trainer.optimizer.optimizer.state.values():
+        state += [value for value in of_parameter.values() if isinstance(value, torch.Tensor)]
+
+    quantized = []
+    for weight in trainer.low_bit_store.kept().values():
+        quantized += weight.tensors.values()
+
+    sizes = {
+        "master weights": nbytes(trainer.model.parameters()),
+        "optimizer state": nbytes(state),
+        "quantized values": nbytes(quantized),
+    }
+    return {name: size for name, size in sizes.items() if size}
+
+
+def record_gradients(trainer):
+    """A list that gets the bytes of a trainer's gradients before each `zero_grad` of its model."""
+    sizes = []
+    clear = trainer.model.zero_grad
+
+    def zero_grad(*args):
+        gradients = [param.grad for param in trainer.model.parameters() if param.grad is not None]
+        sizes.append(nbytes(gradients))
+        clear(*args)
+
+    trainer.model.zero_grad = zero_grad
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "muon", "lora"),
+    [
+        ("dense", False, False),
+        ("dense", True, False),
+        ("experts", True, False),
+        ("dense", False, True),
+    ],
+)
+def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, muon, lora):
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"]) if lora else None
+    changes = {"optim_muon": True} if muon else {}
+    trainer = make(folders[kind], tmp_path, peft_config=adapter, max_steps=1, export_low_bit=False, **changes)
+    gradients = record_gradients(trainer)
+    trainer.train()
+
+    config = meta.read_config(folders[kind])
+    skeleton = meta.model_without_weights(config, torch.float32, adapter, trainer.args.quant_plan())
+    # Toys train in float32, on a CPU.
+    run = example_run(skeleton, config, trainer.args.optim_muon, compute=4)
+
+    tensors = resident_tensors(trainer)
+    print("trainer", kind, tensors, "gradients", max(gradients))
+    assert resident(run) == tensors
+    assert trained_bytes(run) == max(gradients)
+
+    if not lora:  # control: the other optimizer has another state
+        other = "adamw_torch" if trainer.args.optim_muon else "muon"
+        other_run = replace(run, parameters=meta.parameters(skeleton, other))
+        assert resident(other_run)["optimizer state"] != tensors["optimizer state"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_kept_matrices_are_those_of_a_trainer(folders, tmp_path, frozen):
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if frozen else None
+    changes = {"lora_base": "frozen"} if frozen else {}
+    trainer = make(
+        folders["dense"],
+        tmp_path,
+        peft_config=adapter,
+        max_steps=1,
+        quant_keep_matrices=True,
+        use_vllm=False,
+        **changes,
+    )
+    ids = torch.tensor([[3, 4, 5]])
+    trainer.model(input_ids=ids).logits.sum().backward()
+    kept = []
+    for _, layer in quantized_modules(trainer.model):
+        kept += [tensor for name, tensor in layer.low_bit().prepared.items() if name.startswith("matrix")]
+
+    config = meta.read_config(folders["dense"])
+    skeleton = meta.model_without_weights(config, torch.float32, adapter, trainer.args.quant_plan())
+    # What is not quantized beside a frozen base is bfloat16, and so are its products.
+    run = example_run(skeleton, config, compute=2 if frozen else 4, keeps_matrices=True, frozen=frozen)
+    at_moment = moments(run)
+
+    assert at_moment["backward"]["dequantized matrices"] == nbytes(kept)
+    # During a rollout only a frozen base has them.
+    assert ("dequantized matrices" in at_moment["rollout"]) == frozen
+    assert "dequantized matrices" not in moments(replace(run, keeps_matrices=False))["backward"]  # control
+
+
+def moments_of_bitsandbytes(trainer):
+    """The moments in an optimizer of bitsandbytes, and their scales."""
+    tensors = []
+    for of_parameter in trainer.optimizer.optimizer.state.values():
+        tensors += [value for name, value in of_parameter.items() if name[:6] in ("state1", "state2", "absmax")]
+    return tensors
+
+
+def quantized_values(trainer):
+    """Copies of the quantized values of each layer."""
+    return [layer.low_bit().quantized.clone() for _, layer in quantized_modules(trainer.model)]
+
+
+def test_moments_of_bitsandbytes(folders, tmp_path):
+    """8 bits but for embeddings and norms, which the plan leaves out; the learner then quantizes the new weights."""
+    pytest.importorskip("bitsandbytes", reason="pip install --target FOLDER --no-deps bitsandbytes; PYTHONPATH=FOLDER")
+    trainer = make(folders["dense"], tmp_path, max_steps=1, export_low_bit=False, optim="adamw_8bit")
+    before = quantized_values(trainer)
+    trainer.train()
+
+    config = meta.read_config(folders["dense"])
+    skeleton = meta.model_without_weights(config, torch.float32, None, trainer.args.quant_plan())
+    run = example_run(skeleton, config, False, parameters=meta.parameters(skeleton, "adamw_8bit"))
+
+    measured = nbytes(moments_of_bitsandbytes(trainer))
+    print("bitsandbytes", measured, optimizer_state(run))
+    assert measured == pytest.approx(optimizer_state(run), rel=0.01)
+
+    # Control: torch's AdamW has a larger state.
+    plain = replace(run, parameters=meta.parameters(skeleton, "adamw_torch"))
+    assert optimizer_state(plain) > 1.5 * optimizer_state(run)
+
+    # bitsandbytes writes into weights by kernels of its own. The layers must see that their values are out of date.
+    after = quantized_values(trainer)
+    changed = [not torch.equal(old, new) for old, new in zip(before, after, strict=True)]
+    assert any(changed)
+    for _, layer in quantized_modules(trainer.model):
+        assert torch.equal(layer.low_bit().quantized, quantize_weight(layer.weight, layer.scheme).quantized)
+
+
+# Qwen3-8B, by hand --------------------------------------------------------------------------------------------------
+
+# 36 layers: queries, keys, values and output for 32, 8, 8 and 32 heads of 128, and three matrices of the MLP.
+MATRICES = 36 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288)
+# Embeddings, output layer and norms.
+OTHERS = 8_190_735_360 - MATRICES
+# Four bits an entry, a bfloat16 scale for each 128, and two int64 of a shape for each of 7 matrices in a layer.
+PACKED = MATRICES // 2 + 2 * MATRICES // 128 + 16 * 36 * 7
+
+
+@pytest.fixture(scope="module")
+def skeleton_8b():
+    config = meta.read_config("Qwen/Qwen3-8B-Base")
+    return meta.model_without_weights(config, torch.float32, quantization="W4A16"), config
+
+
+@pytest.fixture(scope="module")
+def eight_billion(skeleton_8b):
+    return example_run(*skeleton_8b)
+
+
+def test_8b_on_one_gpu(eight_billion):
+    """Float32 master weights; Muon for 6.95 billion entries in layers, AdamW for two matrices of 151936 x 4096."""
+    trained_by_adamw = 2 + 1 + 36 * 4  # tensors, each with a float32 count of its steps
+    stays = resident(eight_billion)
+
+    assert stays["master weights"] == 4 * 8_190_735_360
+    assert stays["optimizer state"] == 4 * MATRICES + 8 * OTHERS + 4 * trained_by_adamw
+    assert stays["quantized values"] == PACKED
+    assert synced_bytes(eight_billion) == PACKED + 2 * OTHERS
+
+
+def test_8b_in_eight_shards(skeleton_8b):
+    sharded = example_run(*skeleton_8b, ranks=8, fsdp2=True)
+
+    assert resident(sharded)["master weights"] == 4 * 8_190_735_360 // 8
+    assert resident(sharded)["quantized values"] == MATRICES // 16 + 2 * MATRICES // 1024 + 16 * 36 * 7
+    assert activations(sharded) == 4 * 18432 * (36 * 4096 * 2 + 8 * 4096)
+
+
+def test_8b_in_three_shards_keeps_matrices_that_three_does_not_divide_whole(skeleton_8b):
+    """Of 4096 and 12288 rows only the latter are thirds: two matrices in a layer."""
+    uneven = example_run(*skeleton_8b, ranks=3, fsdp2=True)
+
+    divisible = 36 * 2 * 4096 * 12288
+    whole = PACKED - (divisible // 2 + 2 * divisible // 128 + 16 * 36 * 2)
+    thirds = divisible // 6 + 2 * divisible // 384 + 16 * 36 * 2
+    assert resident(uneven)["quantized values"] == whole + thirds
+
+
+@pytest.mark.parametrize(("ranks", "heads"), [(1, 8), (2, 4), (16, 1)])
+def test_the_cache_has_keys_and_values_of_the_heads_of_a_rank(eight_billion, ranks, heads):
+    run = replace(eight_billion, engine_ranks=ranks)
+
+    bytes_of_a_token = 36 * 2 * heads * 128 * 2  # keys and values, in bfloat16
+    assert cache_tokens(run) == cache_bytes(run) // bytes_of_a_token
+
+
+def test_an_fp8_cache_holds_twice_the_tokens(eight_billion):
+    tokens = cache_tokens(eight_billion)
+
+    assert cache_tokens(replace(eight_billion, cache_entry=1)) in (2 * tokens, 2 * tokens + 1)
+    assert cache_bytes(replace(eight_billion, cache_entry=1)) == cache_bytes(eight_billion)
+
+
+def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight_billion):
+    share = int(0.5 * eight_billion.memory)
+
+    def taken(run):
+        """What the engine takes at each moment."""
+        bytes_taken = {}
+        for moment, sizes in moments(run).items():
+            weights = sizes.get("engine weights", 0)
+            cache = sizes.get("key-value cache", 0)
+            work = sizes.get("work of the engine (assumed)", 0)
+            bytes_taken[moment] = weights + cache + work
+        return bytes_taken
+
+    assert taken(eight_billion) == {"rollout": share, "backward": 0}
+    assert taken(replace(eight_billion, sleep=False)) == {"rollout": share, "backward": share}
+    assert taken(replace(eight_billion, engine="server")) == {"rollout": 0, "backward": 0}

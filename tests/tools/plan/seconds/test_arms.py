@@ -1,0 +1,267 @@
+"""`qarl-trl plan --gpu`: the arms side by side, what each cannot do, and the fit to a run that was measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qarl_trl.cli import main
+from qarl_trl.tools.plan.gpus import GPUS
+from qarl_trl.tools.plan.memory.engine import engine_bytes, synced_bytes
+from qarl_trl.tools.plan.memory.moments import fits
+from qarl_trl.tools.plan.run import Hardware
+from qarl_trl.tools.plan.seconds.arms import compare
+from qarl_trl.tools.plan.seconds.measured import Measured
+from qarl_trl.tools.plan.seconds.parts import NO_FIT, Parts
+
+
+RECIPES = Path(__file__).parents[4] / "recipes"
+ONE_GPU = RECIPES / "one_gpu"
+LARGE = RECIPES / "qwen3-30b-a3b-base" / "w4a16_qarl_tbpo.yaml"
+SMALL = ONE_GPU / "qwen2.5-1.5b.yaml"
+
+
+def plan(capsys, *argv):
+    """The exit code of `qarl-trl plan`, and what it printed."""
+    code = 0
+    try:
+        main(["plan", *map(str, argv)])
+    except SystemExit as stopped:
+        code = stopped.code
+    return code, capsys.readouterr()
+
+
+def arms_of(path, gpu, *argv, gpus=1, memory=None, **changes):
+    """The comparison of a recipe on a GPU."""
+    gib = GPUS[gpu].memory if memory is None else memory
+    return compare(["--config", str(path), *map(str, argv)], Hardware(gpus, gib), GPUS[gpu], **changes)
+
+
+def speeds(comparison):
+    """How often each arm is as fast as bf16."""
+    base = comparison.arms["bf16"].seconds.sum
+    return {name: base / arm.seconds.sum for name, arm in comparison.arms.items() if arm.seconds is not None}
+
+
+# Arms ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_arms_of_a_recipe_differ_in_bits_alone():
+    comparison = arms_of(SMALL, "a100", "--quant_scheme", "W4A16")
+
+    runs = {name: arm.run for name, arm in comparison.arms.items()}
+    assert [*runs] == ["bf16", "rollout-only W4A16", "QaRL W4A16", "QaRL FP8_DYNAMIC"]
+    assert [run.low_bit_forward for run in runs.values()] == [False, False, True, True]
+
+    engines = [engine_bytes(run) for run in runs.values()]
+    assert engines[0] > engines[3] > engines[1] == engines[2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--quant_scheme", "none", "--loss_type", "grpo"], ["rollout-only W4A16", "QaRL W4A16", "QaRL FP8_DYNAMIC"]),
+        (["--quant_scheme", "FP8_DYNAMIC"], ["rollout-only FP8_DYNAMIC", "QaRL FP8_DYNAMIC", "QaRL W4A16"]),
+        (["--quantize_learner", "false"], ["rollout-only W4A16", "QaRL W4A16", "QaRL FP8_DYNAMIC"]),
+    ],
+)
+def test_any_of_the_arms_may_be_the_recipe(argv, expected):
+    comparison = arms_of(SMALL, "h100", *argv)
+
+    assert [*comparison.arms] == ["bf16", *expected]
+    assert all(arm.seconds is not None for arm in comparison.arms.values())
+
+
+def test_ampere_has_no_float8():
+    arm = arms_of(SMALL, "a100").arms["QaRL FP8_DYNAMIC"]
+
+    assert arm.seconds is None
+    assert arm.note == "FP8_DYNAMIC needs Ada or Hopper or Blackwell"
+    assert arms_of(SMALL, "l4").arms["QaRL FP8_DYNAMIC"].seconds is not None  # control
+
+
+def test_what_bf16_cannot_do_is_said(capsys):
+    """A base of 7B in bfloat16 is larger than a card of 24 GB; in 4 bits it fits."""
+    _, printed = plan(capsys, "--config", ONE_GPU / "qwen2.5-7b_frozen.yaml", "--gpu", "4090")
+
+    lines = printed.out.splitlines()
+    assert "bf16: needs 36.3 of 23.5 GiB, the cache does not hold one sequence" in lines
+    assert any(line.startswith("QaRL W4A16") and "no bf16 beside it" in line for line in lines)
+    assert any(line.split() == ["bf16", "cannot", "run"] for line in lines)
+
+
+def test_an_arm_that_fits_with_another_share_is_shown_with_it():
+    """30B on GPUs of 80 GB, whose engine share is for 4 bits."""
+    arms = arms_of(LARGE, "h100", gpus=8).arms
+
+    assert "the cache does not hold one sequence; shown with --vllm_gpu_memory_utilization" in arms["bf16"].note
+    assert fits(arms["bf16"].run)
+    assert not arms["QaRL W4A16"].note
+
+
+def test_fewer_bits_leave_more_room_for_sequences():
+    arms = arms_of(ONE_GPU / "qwen3-8b.yaml", "h100", answer_tokens=4000).arms
+
+    assert arms["bf16"].at_once < arms["QaRL FP8_DYNAMIC"].at_once < arms["QaRL W4A16"].at_once < 512
+
+
+# Published ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_speed():
+    """
+    1.4 times as fast with a quantized rollout, QaRL 1.3. On 8 H800: the memory and the products of an H100.
+
+    The paper does not say how long answers are or how much memory a cache has. Here they have 4,000 tokens, and each
+    engine the 112 GiB of two shares of the recipe for 141 GB.
+    """
+    comparison = arms_of(LARGE, "h100", gpus=8, memory=139, prompt_tokens=300, answer_tokens=4000)
+    speed = speeds(comparison)
+
+    assert speed["rollout-only W4A16"] == pytest.approx(1.4, rel=0.1)
+    assert speed["QaRL W4A16"] == pytest.approx(1.3, rel=0.1)
+    assert speed["QaRL W4A16"] < speed["rollout-only W4A16"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "low", "high"),
+    [(RECIPES / "qwen3-8b-base" / "w4a16_qarl_tbpo.yaml", 1.12, 1.18), (LARGE, 1.35, 1.5)],
+)
+def test_the_float8_rollouts_of_verl(recipe, low, high):
+    """12 to 18 % for a dense 8B, more than 35 % for 30B-A3B. Its experts have CUDA graphs."""
+    graphs = ("--vllm_engine_kwargs", '{"enforce_eager": false}')
+    comparison = arms_of(recipe, "h100", *graphs, gpus=8, memory=139, prompt_tokens=300, answer_tokens=4000)
+    arms = comparison.arms
+
+    speed = arms["bf16"].seconds.rollout / arms["QaRL FP8_DYNAMIC"].seconds.rollout
+    assert low * 0.95 < speed < high * 1.05
+
+
+# No GPU is assumed --------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_there_are_no_seconds_and_each_gpu_has_a_line(capsys):
+    code, printed = plan(capsys, "--config", SMALL)
+
+    assert code == 0
+    assert "econds" not in printed.out
+    rows = {line.split()[0]: line for line in printed.out.splitlines()}
+    assert rows["4090"].split()[1:3] == ["23.5", "19.8"]  # as the recipe's header says
+    assert set(GPUS) < set(rows)
+
+
+def test_a_run_that_fits_no_gpu_of_the_list_is_an_error(capsys):
+    code, printed = plan(capsys, "--config", LARGE, "--vllm_tensor_parallel_size", 1)
+
+    assert code == 1
+    assert printed.out.count("does not fit") == len(GPUS)
+
+
+def test_memory_alone_has_a_verdict_and_no_seconds(capsys):
+    code, printed = plan(capsys, "--config", SMALL, "--memory", 23.5)
+
+    assert code == 0
+    assert "No seconds: name a GPU with --gpu." in printed.out
+    assert printed.out.endswith("It fits: 19.8 GiB of 23.5.\n")
+
+
+def test_what_is_assumed_is_marked(capsys):
+    _, printed = plan(capsys, "--config", SMALL, "--gpu", "4090")
+    assert "512 answers of 512 tokens (assumed), prompts of 200 (assumed), updates: 8" in printed.out
+    assert "No run was measured on this GPU" in printed.out
+
+    options = ("--prompt_tokens", 90, "--answer_tokens", 700)
+    _, printed = plan(capsys, "--config", SMALL, "--gpu", "h200", *options)
+    assert "512 answers of 700 tokens, prompts of 90, updates: 8" in printed.out
+    assert "No run was measured" not in printed.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [
+        (["--from", "runs/mine"], "--gpu"),
+        (["--gpu", "l4", "--answer_tokens", "nan"], "--answer_tokens"),
+        (["--gpu", "l4", "--prompt_tokens", "0"], "--prompt_tokens"),
+        (["--gpu", "l4", "--from", "runs/mine", "--answer_tokens", "5"], "--answer_tokens"),
+        (["--gpu", "l4", "--from", "nowhere"], "nowhere is not a run"),
+    ],
+)
+def test_a_wrong_option_is_one_line(capsys, argv, field):
+    code, printed = plan(capsys, "--config", SMALL, *argv)
+
+    assert code == 2
+    assert field in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+
+# Fitted to a run ----------------------------------------------------------------------------------------------------
+
+
+def log_of(steps, updates=8, rollout=40.0, sync=2.0, update=24.0, **values):
+    """A log whose first rollout batch is ten times as slow; `update` is of an optimizer step."""
+    rows = []
+    for step in range(1, steps + 1):
+        slow = 10 if step <= updates else 1
+        samples = step % updates == 1
+        row = {"step": step, "time/update": slow * update, "completions/mean_length": 600.0}
+        row["time/rollout"] = slow * rollout if samples else 0.0
+        row["time/sync"] = slow * sync if samples else 0.0
+        rows.append(row | values)
+    return rows
+
+
+def save(folder, rows):
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows}))
+    return folder
+
+
+def test_a_measured_rollout_batch_is_the_mean_without_the_first():
+    run = Measured.from_log(log_of(24), updates=8)
+
+    assert run.seconds.rollout == pytest.approx(40.0)
+    assert run.seconds.sync == pytest.approx(2.0)
+    assert run.seconds.update == pytest.approx(8 * 24.0)
+    assert run.answer_tokens == 600
+
+    with pytest.raises(ValueError, match="after step 8"):
+        Measured.from_log(log_of(8), updates=8)
+    with pytest.raises(ValueError, match="with an engine"):
+        Measured.from_log(log_of(16, rollout=0.0), updates=8)
+
+
+def test_a_fitted_estimate_of_the_run_itself_is_what_was_measured(tmp_path):
+    folder = save(tmp_path, log_of(24))
+    plain = arms_of(SMALL, "4090", answer_tokens=600)
+    fitted = arms_of(SMALL, "4090", measured_run=folder)
+
+    assert plain.factors == NO_FIT
+    assert fitted.arms["QaRL W4A16"].seconds.rollout == pytest.approx(40.0)
+    assert fitted.arms["QaRL W4A16"].seconds.update == pytest.approx(8 * 24.0)
+
+    # The other arms get the same factors.
+    for name, arm in fitted.arms.items():
+        of_factors = plain.arms[name].seconds * fitted.factors
+        assert arm.seconds.sum == pytest.approx(of_factors.sum)
+    assert fitted.factors.update != pytest.approx(1, rel=0.05)  # control: there was something to fit
+
+
+def test_a_run_of_another_scheme_is_refused(tmp_path):
+    of_4_bits = synced_bytes(arms_of(SMALL, "4090").arms["QaRL W4A16"].run)
+    folder = save(tmp_path, log_of(24, **{"sync/bytes": float(of_4_bits)}))
+
+    arms_of(SMALL, "4090", measured_run=folder)
+    with pytest.raises(ValueError, match="must be a run of this recipe"):
+        arms_of(SMALL, "4090", "--quant_scheme", "FP8_DYNAMIC", measured_run=folder)
+
+
+def test_the_fit_is_said(tmp_path, capsys):
+    _, printed = plan(capsys, "--config", SMALL, "--gpu", "4090", "--from", save(tmp_path, log_of(24)))
+
+    assert "512 answers of 600 tokens, prompts of 200 (assumed)" in printed.out
+    assert "Fitted to a run: rollout 40.0 s, sync 2.00, update 192.0 were measured" in printed.out
+    assert "only that run was measured" in printed.out
+
+
+def test_parts_multiply():
+    assert Parts(1, 2, 3) * Parts(4, 5, 6) == Parts(4, 10, 18)
+    assert Parts(1, 2, 3).sum == 6

@@ -1,0 +1,104 @@
+"""Packed passes in `QaRLTrainer`: those of `old` are those of the loss, so that the first ratio is exactly 1."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from toy_runs import logged, make
+
+from qarl_trl import QaRLTrainer
+
+
+# One rollout batch, whose weights stay as they are.
+ONE_BATCH = {"bf16": True, "learning_rate": 0.0, "steps_per_generation": 4, "max_completion_length": 24}
+
+
+@dataclass
+class Passes:
+    """Token ids of the passes that computed `old`, and of those of the loss."""
+
+    old: list[torch.Tensor] = field(default_factory=list)
+    loss: list[torch.Tensor] = field(default_factory=list)
+
+
+def passes_of_a_run(trainer: QaRLTrainer) -> Passes:
+    """Train, with a model whose numbers depend on the shape of a pass."""
+    passes = Passes()
+
+    def spy(module, args, kwargs):
+        if "fused_lm_head" in kwargs:
+            kind = passes.loss if torch.is_grad_enabled() else passes.old
+            kind.append(kwargs["input_ids"])
+
+    def round_by_shape(module, args, kwargs, output):
+        """As kernels of GPUs do; those of this CPU give a row the same numbers in every shape."""
+        if "fused_lm_head" in kwargs:
+            tokens = kwargs["input_ids"].shape[1]
+            output.log_probs = output.log_probs * (1 + 1e-5 * tokens)
+        return output
+
+    # Asked first: to answer, `packs` runs passes of its own.
+    assert trainer._passes.packs(trainer.model)
+    trainer.model.register_forward_pre_hook(spy, with_kwargs=True)
+    trainer.model.register_forward_hook(round_by_shape, with_kwargs=True)
+    trainer.train()
+    return passes
+
+
+@pytest.mark.parametrize(("budget", "cuts_micro_batches"), [(22528, False), (64, True)])
+def test_old_is_computed_in_the_passes_of_the_loss_and_the_ratio_is_exactly_one(
+    dense_model, tmp_path, budget, cuts_micro_batches
+):
+    trainer = make(dense_model, tmp_path, **ONE_BATCH, max_tokens_per_pass=budget)
+
+    passes = passes_of_a_run(trainer)
+
+    if cuts_micro_batches:
+        assert len(passes.old) > 4
+    else:
+        assert len(passes.old) == 4
+    assert len(passes.old) == len(passes.loss)
+    assert all(map(torch.equal, passes.old, passes.loss))
+    assert logged(trainer, "ratio/min") == [1.0] * 4
+    assert logged(trainer, "ratio/max") == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("budget", "passes_of_old"),
+    [
+        # Two updates of three micro-batches.
+        (22528, 2),
+        # Two micro-batches fit together, never three.
+        (300, 4),
+        (64, None),
+    ],
+)
+def test_micro_batches_that_share_a_pass_share_it_for_old_and_loss(dense_model, tmp_path, budget, passes_of_old):
+    changes = ONE_BATCH | {"steps_per_generation": 6, "gradient_accumulation_steps": 3, "max_steps": 2}
+    trainer = make(dense_model, tmp_path, **changes, max_tokens_per_pass=budget)
+
+    passes = passes_of_a_run(trainer)
+
+    if passes_of_old is None:
+        assert len(passes.old) > 6
+    else:
+        assert len(passes.old) == passes_of_old
+    assert len(passes.old) == len(passes.loss)
+    assert all(map(torch.equal, passes.old, passes.loss))
+    assert logged(trainer, "ratio/min") == [1.0] * 2
+    assert logged(trainer, "ratio/max") == [1.0] * 2
+
+
+def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(dense_model, tmp_path, monkeypatch):
+    """Control of the test above."""
+    monkeypatch.setattr("qarl_trl.trainers.packed.shuffled_in", lambda order_of: contextlib.nullcontext())
+    trainer = make(dense_model, tmp_path, **ONE_BATCH)
+
+    passes = passes_of_a_run(trainer)
+
+    assert [ids.shape for ids in passes.old] != [ids.shape for ids in passes.loss]
+    ratios = logged(trainer, "ratio/min") + logged(trainer, "ratio/max")
+    assert max(abs(ratio - 1) for ratio in ratios) > 1e-6
