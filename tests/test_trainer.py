@@ -7,7 +7,7 @@ import references
 import torch
 from learner.test_features import Gradients, rollout
 from slow.toys import distinct_characters, prompts
-from toy_runs import OFF, changed, logged, make, master_weights, stock_config, train, without_engine
+from toy_runs import OFF, adapter, changed, logged, make, master_weights, stock_config, train, without_engine
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -223,3 +223,31 @@ def test_a_bypassed_layer_stops_the_run(dense_model, tmp_path):
 
     with pytest.raises(RuntimeError, match=r"1 quantized layers did not run.*mlp\.up_proj"):
         trainer.train()
+
+
+@pytest.mark.parametrize("lora_base", ["frozen", "merged"])
+def test_a_layer_that_only_the_loss_bypasses_stops_the_run(dense_model, tmp_path, lora_base):
+    """The reference pass runs a layer in low bits without gradients, and nothing in it is trained then."""
+    trainer = make(dense_model, tmp_path, adapter(), lora_base=lora_base, beta=0.1)
+    block = trainer.model.get_base_model().model.layers[0].mlp
+    layer = block.up_proj if lora_base == "frozen" else block.down_proj
+    in_low_bits = layer.forward
+    passes = []
+
+    def forward(x):
+        if not torch.is_grad_enabled():
+            passes.append(x)
+            return in_low_bits(x)
+        return torch.zeros(*x.shape[:-1], layer.out_features, device=x.device, dtype=x.dtype)
+
+    layer.forward = forward
+    # A script may run the model before it trains.
+    with torch.no_grad():
+        trainer.model(torch.tensor([[3, 4, 5]]))
+
+    with pytest.raises(RuntimeError, match=r"1 quantized layers did not run.*mlp\.(up|down)_proj"):
+        trainer.train()
+
+    assert len(passes) > 1
+    # Control: a layer that the loss runs is not bypassed.
+    make(dense_model, tmp_path / "whole", adapter(), lora_base=lora_base, beta=0.1, max_steps=1).train()

@@ -30,6 +30,7 @@ from ..export.sharing import SharingMixin
 from ..learner.attention import attend_from_cache, attending_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
+from ..quant.layers.layer import forget_training, outside_training
 from ..quant.names import base_model
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
@@ -103,7 +104,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
             add_first_callback(self, _TellStore(self.low_bit_store))
-            self.add_callback(_CheckLayers(self._check_layers_ran))
+            self.add_callback(_CheckLayers(self._check_layers_ran, lambda: forget_training(self._unwrapped)))
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))
 
@@ -139,6 +140,11 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
                 "another library replaced their forward, or the batch does not reach them. Add them to `quant_ignore` "
                 "if that is intended."
             )
+
+    def _prepare_inputs(self, *args: Any) -> Any:
+        """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
+        with outside_training(self._unwrapped):
+            return super()._prepare_inputs(*args)
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
@@ -341,10 +347,16 @@ class _TellStore(TrainerCallback):
 
 
 class _CheckLayers(TrainerCallback):
-    """Calls `check` once, after the first step."""
+    """Calls `forget` before the first step, and `check` after it."""
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    def __init__(self, check: Callable[[], None], forget: Callable[[], None]) -> None:
         self._check: Callable[[], None] | None = check
+        self._forget = forget
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A script may have run the model before, for a sync or an evaluation.
+        if self._check is not None:
+            self._forget()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._check is not None:
