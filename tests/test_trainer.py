@@ -216,6 +216,21 @@ def test_a_lost_loss_hook_stops_the_run(dense_model, tmp_path, monkeypatch):
         trainer.train()
 
 
+def test_a_loss_without_a_forward_does_not_get_the_forward_of_old(dense_model, tmp_path, monkeypatch):
+    """`old` is computed right before the loss, by the same method."""
+
+    def without_forward(self, model, inputs):
+        return torch.zeros((), requires_grad=True)
+
+    # Control: TRL's own loss makes one.
+    make(dense_model, tmp_path / "whole", steps_per_generation=2, max_steps=1).train()
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", without_forward)
+    trainer = make(dense_model, tmp_path, steps_per_generation=2)
+    with pytest.raises(RuntimeError, match="without `_get_per_token_logps_and_entropies`"):
+        trainer.train()
+
+
 def test_a_bypassed_layer_stops_the_run(dense_model, tmp_path):
     trainer = make(dense_model, tmp_path)
     layer = trainer.model.model.layers[0].mlp.up_proj
