@@ -222,8 +222,8 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         """
         # With advantages of zero nothing is left of TRL's policy loss.
         zeros = torch.zeros_like(inputs["advantages"])
-        # TRL does not know TBPO. With this loss of its own its KL penalty with `use_bias_correction_kl` takes the ratio
-        # of the sequence, as TBPO does.
+        # TRL does not know TBPO. With this loss, its KL penalty with `use_bias_correction_kl` takes the ratio of the
+        # sequence, as TBPO does.
         with patch.multiple(self, loss_type="grpo", importance_sampling_level="sequence"):
             other_terms = super()._compute_loss(model, inputs | {"advantages": zeros})
         logps, entropies = self._loss_forward.take()
