@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import restore_master_weights
-from ..export import LOW_BIT_FOLDER, save_low_bit
+from ..export import save_low_bit
 from ..export.card import CARD, edited_card, write_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..export.low_bit import holds_low_bit
@@ -134,23 +134,20 @@ class CheckpointMixin:
             output_dir: The folder, by default `args.output_dir`.
         """
         path = Path(output_dir or self.args.output_dir)
-        writes_checkpoint = self._incoming is not None
-        # Then `path` gets master weights or an adapter, and the low-bit model needs a folder of its own.
-        in_subfolder = writes_checkpoint or is_peft_model(self._unwrapped)
-
+        outputs = self._outputs(in_checkpoint=self._incoming is not None)
         users_card = edited_card(path)
 
-        if in_subfolder or not self.args.quantized:
+        if outputs.high_precision:
             super().save_model(str(path), _internal_call=True)
             apply_umask(path)
         # peft changes a card that is there, and adds the base's local path to it.
         if users_card is not None and self.args.should_save:
             (path / CARD).write_bytes(users_card)
 
-        if self.args.frozen:
+        if outputs.frozen_base:
             self._save_base(path)
-        elif self.args.quantized and (self.args.export_low_bit or not writes_checkpoint):
-            self._save_low_bit(path / LOW_BIT_FOLDER if in_subfolder else path)
+        if outputs.low_bit is not None:
+            self._save_low_bit(path / outputs.low_bit)
         self._write_cards(path)
 
     def _save_base(self, path: Path) -> None:
