@@ -19,7 +19,8 @@ from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import restore_master_weights
 from ..export import save_low_bit
-from ..export.card import CARD, edited_card, write_card
+from ..export.card import write_card
+from ..export.card_edits import CARD, edited_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..export.low_bit import holds_low_bit
 from ..guards import all_or_none, on_first

@@ -11,7 +11,9 @@ from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo, ModelCard
 
 from ..quant.names import base_model
-from .card import ADDRESS, CARD, base_facts, edited_card, render_card, served_rank, training_facts, write_card
+from .card import render_card, served_rank, write_card
+from .card_edits import ADDRESS, CARD, edited_card
+from .card_facts import base_facts, training_facts
 from .files import ADAPTER_CONFIG, BASE_FOLDER
 from .low_bit import quantization_config
 from .outputs import Outputs, outputs_of
