@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from ..export.card import write_card
 from ..export.card_edits import CARD, edited_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..export.low_bit import holds_low_bit
+from ..export.outputs import Outputs
 from ..guards import all_or_none, on_first
 from ..quant.layers.experts import expert_modules
 from ..quant.names import base_model
-from ..quant.store import iter_low_bit_weights
+from ..quant.store import LowBitStore, iter_low_bit_weights
 from ..quant.weight_stream import WeightStream
 from .folder import INCOMING, commit, rotate
 from .lock import holding
@@ -62,6 +63,16 @@ class CheckpointMixin:
     _base_folders: frozenset[Path] = frozenset()
     _owns_checkpoints = False
     _resumed = False
+
+    # What it needs of the parts beside it. Of `LowBitMixin`:
+    _unwrapped: Any
+    _gather_params: Callable[[Any], AbstractContextManager[Any]]
+    low_bit_store: LowBitStore | None
+    # Of `SharingMixin`:
+    _outputs: Callable[..., Outputs]
+    _write_cards: Callable[[Path], None]
+    _facts_of_base: dict[str, Any]
+    _frozen_base: str
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
