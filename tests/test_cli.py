@@ -118,6 +118,14 @@ def broken(checkpoint, tmp_path, monkeypatch):
     change_config("zero", num_key_value_heads=0)
     change_config("other", intermediate_size=3)
 
+    for name, values in {
+        "act": {"hidden_act": "nothing"},
+        "size": {"vocab_size": -1},
+        "deep": {"num_hidden_layers": 5},
+    }.items():
+        shutil.copytree("whole", name)
+        change_config(name, **values)
+
     rows = [json.dumps({"problem": f"{i} + 1", "answer": f"{i + 1}"}) for i in range(64)]
     Path("sums.jsonl").write_text("\n".join(rows))
     Path("no_content.jsonl").write_text('{"prompt": [{"role": "user"}], "answer": "1"}\n')
@@ -169,6 +177,9 @@ TRAIN = [
         (["export", "./binary", "out"], ["binary/config.json"]),
         (["export", "./zero", "out"], ["zero/config.json"]),
         (["export", "./other", "out"], ["other/config.json"]),
+        (["export", "./act", "out"], ["act/config.json", "KeyError: 'nothing'"]),
+        (["export", "./size", "out"], ["size/config.json", "RuntimeError"]),
+        (["export", "./deep", "out"], ["./deep has not the weights", "missing"]),
         (["eval", "./list", "--suite", "sums.jsonl"], ["list/config.json"]),
         (
             ["eval", "whole", "--suite", "sums.jsonl", "--max_new_tokens=8", "--output_dir=sums.jsonl/x"],

@@ -155,7 +155,18 @@ def _full_checkpoint(name: str) -> ExportSource:
     if quantized_source(name) is not None:
         # Rounding low bits once more would give another model than the one that was trained.
         raise ValueError(f"{name} is quantized already. Give the checkpoint that holds the master weights.")
-    load = partial(AutoModelForCausalLM.from_pretrained, name, dtype="auto")
+
+    def load() -> Any:
+        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
+        # transformers makes up random weights for them, and only prints a table.
+        wrong = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+        if wrong:
+            raise ValueError(
+                f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
+                f"shape, first {wrong[0]}."
+            )
+        return model
+
     return ExportSource(base=name, load=load)
 
 

@@ -1,5 +1,7 @@
 """`qarl_trl.validate.adapters`: adapters that can be trained, and the words for those that cannot."""
 
+from contextlib import nullcontext
+
 import pytest
 from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
@@ -86,6 +88,16 @@ def test_a_copy_of_a_tied_weight_is_refused_before_the_model_loads(tmp_path, tin
     # Controls: another module, and two weights.
     check(True, modules_to_save=["norm"])
     check(False, modules_to_save=[copied])
+
+
+def test_a_module_to_save_that_is_not_there_is_refused_before_the_model_loads(tmp_path, tiny_model):
+    """peft takes the name in silence, and trains nothing by it."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    for name, words in (("lm_haed", "no module 'lm_haed'"), ("lm_head", None)):  # the second is the control
+        arguments = {"peft_config": lora(modules_to_save=[name])}
+        refusal = pytest.raises(ValueError, match=words) if words else nullcontext()
+        with refusal:
+            check_run(str(tmp_path / "model"), config(tmp_path / "run"), arguments)
 
 
 def test_muon_and_lora_are_refused_together(tmp_path):
