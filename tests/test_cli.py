@@ -121,10 +121,15 @@ def broken(checkpoint, tmp_path, monkeypatch):
     for name, values in {
         "act": {"hidden_act": "nothing"},
         "size": {"vocab_size": -1},
-        "deep": {"num_hidden_layers": 5},
+        "bert": {"model_type": "bert"},
     }.items():
         shutil.copytree("whole", name)
         change_config(name, **values)
+
+    shutil.copytree("whole", "index")
+    Path("index/model.safetensors.index.json").write_text("[]")
+    shutil.copytree("whole", "groups")
+    change_config("groups", quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
 
     rows = [json.dumps({"problem": f"{i} + 1", "answer": f"{i + 1}"}) for i in range(64)]
     Path("sums.jsonl").write_text("\n".join(rows))
@@ -179,7 +184,9 @@ TRAIN = [
         (["export", "./other", "out"], ["other/config.json"]),
         (["export", "./act", "out"], ["act/config.json", "KeyError: 'nothing'"]),
         (["export", "./size", "out"], ["size/config.json", "RuntimeError"]),
-        (["export", "./deep", "out"], ["./deep has not the weights", "missing"]),
+        (["export", "./index", "out"], ["index/model.safetensors.index.json must have weight_map"]),
+        (["eval", "./groups", "--suite", "sums.jsonl"], ["must have config_groups"]),
+        (["export", "./bert", "out"], ["./bert has not the weights", "missing"]),
         (["eval", "./list", "--suite", "sums.jsonl"], ["list/config.json"]),
         (
             ["eval", "whole", "--suite", "sums.jsonl", "--max_new_tokens=8", "--output_dir=sums.jsonl/x"],

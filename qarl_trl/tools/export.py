@@ -60,12 +60,14 @@ def main(argv: Sequence[str]) -> None:
     from ..export.files import check_apart, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
+    from ..quant.source import check_index
 
     # All that can be refused is refused before the weights are read.
     resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
     source = _find_source(args)
     # Reads only the headers of the weight files, and so finds one that is cut off.
     tensor_shapes(args.checkpoint)
+    check_index(Path(args.checkpoint))
     for folder in (args.checkpoint, source.base):
         check_apart(args.output, "output", folder)
     check_writable(args.output, "output")

@@ -106,7 +106,7 @@ def precision(config: PretrainedConfig) -> str:
         return stored["quant_method"]
 
     schemes = QuantizationConfig.model_validate(stored).config_groups.values()
-    if any(scheme.weights is None for scheme in schemes):
-        raise ValueError("The model's quantization_config has a group without weights, so its scheme is not known.")
+    if not schemes or any(scheme.weights is None for scheme in schemes):
+        raise ValueError("quantization_config must have config_groups, each with weights: the scheme is not known.")
     # A scheme that is not ours has only a name from its bits, so the description stands beside it.
     return ", ".join(f"{scheme_name(scheme)} ({describe_scheme(scheme)})" for scheme in schemes)
