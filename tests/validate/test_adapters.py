@@ -124,7 +124,6 @@ def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
         ({}, {"use_dora": True}, "use_dora=True"),
         ({}, {"target_modules": ["embed_tokens"]}, "'model.embed_tokens'.*is not quantized"),
         ({"use_vllm": True}, {"r": 1024}, "r must be at most 512 for vLLM"),
-        ({"use_vllm": True, "vllm_mode": "server", "sync_folder": "s"}, {}, "with vllm_mode='colocate'"),
     ],
 )
 def test_what_a_frozen_base_does_not_take_is_one_line_before_a_model_loads(
