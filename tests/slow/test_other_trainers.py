@@ -190,6 +190,8 @@ def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
     trainer.save_model()
     teacher = {}
     if kind == "distillation":
+        # After a forward without a backward FSDP2 keeps the outer parameters whole, as bfloat16 copies.
+        trainer.teacher_model.reshard()
         teacher = {name: whole(weight).numpy() for name, weight in trainer.teacher_model.named_parameters()}
     return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer), "teacher": teacher}
 
