@@ -21,7 +21,7 @@ BASE = {"_compat", "guards", "processes", "redact"}
 MAY_IMPORT = {
     "_compat": set(),
     "quant": set(),
-    "cpu_exact": set(),
+    "cpu_exact": {"quant"},
     "export": {"quant"} | BASE,
     "checkpoints": {"export", "quant"} | BASE,
     "learner": {"quant"} | BASE,

@@ -43,6 +43,7 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         *("full_determinism", "use_liger_kernel", "liger_kernel_config", "neftune_noise_alpha", "disable_dropout"),
         *("cast_lm_head_to_fp32", "model_init_kwargs", "pad_to_multiple_of"),
         *("quantize_learner", "lora_base", "quant_kernel", "learner_ops"),
+        *("kv_cache_dtype", "quantize_learner_kv"),
         # How the processes share model, optimizer and batches.
         *("accelerator_config", "parallelism_config", "fsdp", "fsdp_config", "deepspeed"),
         *("auto_find_batch_size", "average_tokens_across_devices"),

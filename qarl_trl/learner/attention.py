@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..quant.kv_cache import from_cache, register_with_cache, with_cache
 from ..quant.names import base_model
 
 
@@ -34,6 +37,51 @@ def use_packed_attention(model: nn.Module) -> None:
     causal_lm = base_model(model)
     if causal_lm.config._attn_implementation == "sdpa":
         causal_lm.set_attn_implementation(ATTENTION)
+
+
+def attend_from_cache(model: nn.Module, cache_dtype: str) -> None:
+    """
+    Make all layers attend to keys and values as the engine's FP8 cache holds them, in packed and in padded rows.
+
+    Args:
+        model: A causal language model with transformers' sdpa or the CPU engine's attention, also inside of a
+            `PeftModel`.
+        cache_dtype: One of `FORMATS` of `quant/kv_cache.py`.
+
+    Raises:
+        ValueError: if it has another attention.
+    """
+    causal_lm = base_model(model)
+    stock = causal_lm.config._attn_implementation
+    name = with_cache(stock, cache_dtype)
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"kv_cache_dtype={cache_dtype!r} needs attn_implementation: sdpa, where the learner rounds keys and "
+            f"values, got {stock!r}. Set it, or quantize_learner_kv: false."
+        )
+    causal_lm.set_attn_implementation(name)
+
+
+@contextmanager
+def attending_from_cache(model: nn.Module, cache_dtype: str | None) -> Iterator[None]:
+    """
+    [`attend_from_cache`] in the block, and then the attention of before.
+
+    Args:
+        model: As for [`attend_from_cache`].
+        cache_dtype: As for [`attend_from_cache`]; `None` changes nothing.
+    """
+    if cache_dtype is None:
+        yield
+        return
+
+    causal_lm = base_model(model)
+    stock = causal_lm.config._attn_implementation
+    attend_from_cache(model, cache_dtype)
+    try:
+        yield
+    finally:
+        causal_lm.set_attn_implementation(stock)
 
 
 def sequence_arguments(model: nn.Module, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
@@ -67,6 +115,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     sequence_lengths: tuple[int, ...] | None = None,
+    cache_dtype: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
@@ -79,6 +128,7 @@ def packed_attention(
         value: `(batch, key heads, tokens, head_dim)`.
         attention_mask: `(batch, 1, tokens, tokens)`, without elements from [`packed_mask`], or `None`.
         sequence_lengths: Number of tokens of each sequence of a packed row.
+        cache_dtype: The engine's FP8 cache, by which keys and values are rounded first; `None` leaves them.
         kwargs: Further arguments of stock sdpa.
 
     Returns:
@@ -87,6 +137,10 @@ def packed_attention(
     Raises:
         LostSequences: if the mask is one for packed rows and there are no lengths.
     """
+    if cache_dtype is not None:
+        key = from_cache(key, cache_dtype)
+        value = from_cache(value, cache_dtype)
+
     is_packed_mask = attention_mask is not None and attention_mask.numel() == 0
     mask = None if is_packed_mask else attention_mask
 
@@ -182,3 +236,6 @@ def _is_packed(q_length: int, kv_length: int, mask_arguments: dict[str, Any]) ->
 
 AttentionInterface.register(ATTENTION, packed_attention)
 AttentionMaskInterface.register(ATTENTION, packed_mask)
+register_with_cache(ATTENTION, packed_attention, packed_mask)
+# Under this name transformers' own sdpa would not round.
+register_with_cache("sdpa", packed_attention, packed_mask)

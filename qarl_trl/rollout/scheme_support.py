@@ -36,14 +36,9 @@ def check_engine(plan: QuantizationConfig, args: QaRLConfig) -> None:
         args: Its device, its arguments of `vllm.LLM`, and its number of engine ranks.
 
     Raises:
-        ValueError: if vLLM has no kernel for the device or a scheme, or would quantize the KV cache.
+        ValueError: if vLLM has no kernel for the device or a scheme.
     """
     check_engine_cpu(args.device.type)
-
-    cache_dtype = args.engine_kwargs.get("kv_cache_dtype", "auto")
-    if cache_dtype not in ("auto", "bfloat16"):
-        # The learner does not quantize keys and values, and nobody has measured what that does to the mismatch.
-        raise ValueError(f"kv_cache_dtype must be 'auto' or 'bfloat16', as in the learner, got {cache_dtype!r}.")
 
     for group in plan.config_groups.values():
         _check_scheme(support_of(group), args)

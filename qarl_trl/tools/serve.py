@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import shlex
@@ -19,6 +20,9 @@ from ..train import parse
 
 
 if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationConfig
+    from torch import nn
+
     from ..config import QaRLConfig
 
 MAX_BATCHED_TOKENS = 4096  # TRL's
@@ -52,7 +56,7 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     url = urlsplit(args.vllm_server_base_url or "")
 
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
-    settings = server_settings(model_args.model_name_or_path, args)
+    settings = server_settings(model_args.model_name_or_path, args, _adapter_of(args, model_args))
     settings["host"] = options.host
     settings["port"] = url.port or args.vllm_server_port
     command = [sys.executable, "-m", SERVER, *vllm_options(settings)]
@@ -94,13 +98,24 @@ def _shell_command(command: Sequence[str], environment_before: Mapping[str, str]
     return shlex.join(["env", *changed, *command])
 
 
-def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
+def _adapter_of(args: QaRLConfig, model_args: Any) -> Any:
+    """The `peft.PeftConfig` of an adapter that the engine holds beside a frozen base; otherwise `None`."""
+    # A merged adapter is in the weights that the engine gets.
+    if not (args.frozen and model_args.use_peft):
+        return None
+    from trl import get_peft_config  # loads pandas and datasets
+
+    return get_peft_config(model_args)
+
+
+def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> dict[str, Any]:
     """
     The arguments of vLLM for the engine of a run, found by a model without weights.
 
     Args:
         model: The model's folder or Hub id.
         args: The settings of the run. This sets its `push_to_hub` to `False`.
+        peft_config: The adapter beside a frozen base.
 
     Returns:
         Arguments of `vllm.LLM`, and those that only the server has; without host and port.
@@ -111,16 +126,19 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     from ..export import quantization_config
     from ..rollout.engine_settings import low_bit_settings
     from ..rollout.scheme_support import default_engine_kwargs
+    from ..rollout.vllm import adapters
     from ..rollout.vllm.start import keep_block_scales
     from ..trainers.low_bit import quantize_policy
     from ..validate import check_run, config_of, skeleton
 
     keep_block_scales()
     args.push_to_hub = False  # the trainer checks the Hub
-    source = check_run(model, args, {})
+    source = check_run(model, args, {"peft_config": peft_config} if peft_config else {})
     # The engine's arguments depend on the layers of the policy, not on its weights.
     policy = skeleton(config_of(model, args), args)
     plan = args.quant_plan(None if source is None else source.plan())
+    if args.frozen:
+        policy = _with_adapter(policy, plan, peft_config)
     quantize_policy(policy, args, plan)
 
     from_trl = {  # what TRL gives a colocated engine (`VLLMGeneration._init_vllm`)
@@ -144,12 +162,26 @@ def server_settings(model: str, args: QaRLConfig) -> dict[str, Any]:
     }
     # Both ends must mean the same folder, whatever folder they were started in.
     sync_folder = Path(str(args.sync_folder)).resolve()
+    adapter = adapters.settings_of(policy) if args.frozen else {}
     extensions = {
         "worker_extension_cls": "qarl_trl.rollout.server.worker.WorkerExtension",
         "middleware": "qarl_trl.rollout.server.guard.Guard",
-        "additional_config": {"sync_folder": str(sync_folder)},
+        "additional_config": {"sync_folder": str(sync_folder)} | ({"adapter": adapter} if adapter else {}),
     }
-    return from_trl | from_trainer | extensions
+    return from_trl | from_trainer | adapter | extensions
+
+
+def _with_adapter(policy: nn.Module, plan: QuantizationConfig, peft_config: Any) -> nn.Module:
+    """A policy without weights, with its frozen layers and its adapter, as the trainer builds it."""
+    import torch
+    from peft import get_peft_model
+
+    from ..quant import apply_quantization
+
+    frozen = apply_quantization(policy, plan, frozen=True)
+    with torch.device("meta"):
+        # A copy, because peft writes the names of the layers into it.
+        return get_peft_model(frozen, copy.deepcopy(peft_config))
 
 
 def vllm_options(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -168,8 +200,10 @@ def vllm_options(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{flag}" if value else f"--no-{flag}"
             continue
 
-        # vLLM reads lists and dictionaries as JSON, and texts as they are.
-        if not isinstance(value, str):
-            value = json.dumps(value)
         yield f"--{flag}"
-        yield value
+        if isinstance(value, list):
+            yield from map(str, value)
+        elif isinstance(value, str):
+            yield value
+        else:
+            yield json.dumps(value)  # vLLM reads dictionaries as JSON

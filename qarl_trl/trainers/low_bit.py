@@ -27,6 +27,7 @@ from ..cpu_exact.arithmetic import choose_arithmetic
 from ..cpu_exact.ops import use_engine_ops
 from ..export import quantization_config
 from ..export.sharing import SharingMixin
+from ..learner.attention import attend_from_cache, attending_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
 from ..quant.names import base_model
@@ -165,9 +166,13 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         length = min(LENGTH, longest - 1)
         vocabulary = self.model.config.get_text_config().vocab_size
         tokens = sync_check_tokens(tokenizer, vocabulary, length)
+        # The check's learner computes what the engine does also where training does not: so with the weights, and so
+        # with an unaligned cache, if its rounding is known.
+        unaligned = self.args.has_low_bit_cache and self.args.aligned_cache is None
+        cache_dtype = self.args.kv_cache_dtype if unaligned and self.args.device.type == "cpu" else None
 
         def score() -> LearnerLogps:
-            with self.accelerator.autocast():
+            with self.accelerator.autocast(), attending_from_cache(self._unwrapped, cache_dtype):
                 return learner_logps(self._unwrapped, tokens)
 
         usual = usual_mismatch(self.model)
@@ -312,6 +317,8 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
         use_engine_ops(model)
+    if args.aligned_cache is not None:  # after the choice of an attention
+        attend_from_cache(model, args.aligned_cache)
 
 
 class _TellStore(TrainerCallback):

@@ -159,6 +159,7 @@ class PackedMixin:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         logps, entropies, _ = self._get_per_token_logps_and_entropies(model, **scored_arguments(together))
+        assert entropies is not None  # asked for in `scored_arguments`
         rows = [len(micro_batch["prompt_ids"]) for micro_batch in together]
         forwards = zip(logps.split(rows), entropies.split(rows), strict=True)
 

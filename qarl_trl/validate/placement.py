@@ -8,7 +8,6 @@ import torch
 
 from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.match import check_shardable
-from .rollouts import uses_server
 from .types import RunSettings
 
 
@@ -31,12 +30,9 @@ def check_placement(args: RunSettings) -> None:
     fsdp = fsdp_settings(args)
     zero3 = is_zero3(args)
 
-    # Only a colocated engine takes an adapter at each sync. Under FSDP2 each process has the whole base, and ZeRO-3
-    # would shard it.
-    if args.frozen and (zero3 or uses_server(args)):
-        raise ValueError(
-            "lora_base='frozen' runs on one process, DDP or FSDP2, with vllm_mode='colocate'. Or use 'merged'."
-        )
+    # Under FSDP2 each process has the whole base, and ZeRO-3 would shard it.
+    if args.frozen and zero3:
+        raise ValueError("lora_base='frozen' runs on one process, DDP or FSDP2. Or use 'merged'.")
 
     if args.quant_keep_matrices and (fsdp or zero3):
         raise ValueError(

@@ -14,6 +14,7 @@ from .adapters import check_tied
 from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
+from .kv_cache import check_kv_cache
 from .layers import check_attention, check_layers
 from .memory import check_host_memory
 from .model import config_of, skeleton
@@ -60,6 +61,7 @@ def check_run(
 
     if args.quantized:
         check_attention(model, config, args)
+    check_kv_cache(model, config, args)
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, trainer_arguments.get("peft_config"))

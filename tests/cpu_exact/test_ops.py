@@ -22,6 +22,7 @@ from qarl_trl.cpu_exact.ops import (
     unsupported,
     use_engine_ops,
 )
+from qarl_trl.quant.kv_cache import round_to_cache
 
 
 SIZES = {
@@ -366,6 +367,34 @@ def test_gradients_are_those_of_exact_attention_at_the_rounded_inputs():
         assert input_grad.dtype == source.dtype
         # Measured 1e-7 where the gradient is float32, 1.6e-3 for the value, whose gradient is bfloat16.
         assert relative_error(input_grad, exact_grad) < (1e-6 if source.dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.avx512
+def test_gradients_are_straight_through_at_the_keys_and_values_of_a_cache():
+    query = normal(3, 4, 7, 32, seed=1)
+    key = normal(3, 2, 7, 32, seed=2)
+    value = normal(3, 2, 7, 32, seed=3)
+    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    output, _ = engine_attention(None, *inputs, None, 0.2, cache_dtype="fp8")
+    grad = normal(*output.shape, seed=4)
+
+    grads = torch.autograd.grad(output, inputs, grad.to(output.dtype))
+
+    def at(query, key, value):
+        """The gradients of exact attention at these inputs."""
+        leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+        exact = explicit_attention(*leaves, None, 0.2)
+        return torch.autograd.grad(exact, leaves, grad.bfloat16().double())
+
+    to_bfloat16 = kernels.rounding()
+    query = to_bfloat16(query)
+    key = to_bfloat16(key)
+    expected = at(query, round_to_cache(key, "fp8"), round_to_cache(value.bfloat16(), "fp8"))
+    unrounded = at(query, key, value.bfloat16())
+    for input_grad, exact_grad, other in zip(grads, expected, unrounded, strict=True):
+        assert relative_error(input_grad, exact_grad) < 1e-6
+        # Control: at keys and values in bfloat16.
+        assert relative_error(other, exact_grad) > 1e-2
 
 
 def test_the_backward_keeps_no_square_of_a_sequence():

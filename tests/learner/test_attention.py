@@ -7,7 +7,13 @@ from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import sdpa_mask
 
 from qarl_trl.learner import attention
-from qarl_trl.learner.attention import sequence_arguments, use_packed_attention
+from qarl_trl.learner.attention import (
+    attend_from_cache,
+    attending_from_cache,
+    sequence_arguments,
+    use_packed_attention,
+)
+from qarl_trl.quant.kv_cache import round_to_cache
 
 
 # The mask of a packed row: without elements.
@@ -151,6 +157,97 @@ def test_flash_attention_gets_its_own_arguments(tiny_model):
     assert arguments["cu_seq_lens_q"].tolist() == arguments["cu_seq_lens_k"].tolist() == [0, 3, 7]
     assert arguments["cu_seq_lens_q"].dtype == torch.int32
     assert arguments["max_length_q"] == arguments["max_length_k"] == 4
+
+
+# An FP8 cache --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def states(monkeypatch):
+    """Keys and values of every call of torch's sdpa from now on."""
+    seen = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def recording(query, key, value, *args, **kwargs):
+        seen.append((key, value))
+        return attend(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recording)
+    return seen
+
+
+@pytest.mark.parametrize("packs_first", [False, True])
+def test_every_layer_attends_to_keys_and_values_as_the_cache_holds_them(tiny_model, states, packs_first):
+    """In packed and in padded rows, whether the trainer packs (`max_tokens_per_pass`) or not."""
+    model = tiny_model()
+    if packs_first:
+        use_packed_attention(model)
+    model(IDS, attention_mask=torch.ones_like(IDS), use_cache=False)
+    # Control: without such a cache they are not numbers of the format.
+    assert not any(torch.equal(tensor, round_to_cache(tensor, "fp8")) for pair in states for tensor in pair)
+    states.clear()
+
+    attend_from_cache(model, "fp8")
+    use_packed_attention(model)
+    model(IDS, attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1]]), use_cache=False)
+    model(IDS, position_ids=POSITIONS, use_cache=False, sequence_lengths=(3, 3))
+
+    # Two layers: once for the padded row, twice for the sequences of the packed one.
+    assert len(states) == 2 + 4
+    assert all(torch.equal(tensor, round_to_cache(tensor, "fp8")) for pair in states for tensor in pair)
+
+
+def test_a_packed_row_has_the_log_probs_of_its_sequences(tiny_model):
+    model = tiny_model()
+    attend_from_cache(model, "fp8")
+    ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+    rows = model(ids, use_cache=False).logits
+    packed = model(
+        ids.view(1, 18),
+        position_ids=torch.arange(9).repeat(1, 2),
+        use_cache=False,
+        sequence_lengths=(9, 9),
+    ).logits
+
+    assert (packed.view(rows.shape) - rows).abs().max() < 1e-5
+
+
+def test_gradients_pass_the_rounding(tiny_model):
+    """To the weights of keys, values and everything before; they are those at the rounded keys and values."""
+    model = tiny_model()
+    model(IDS, use_cache=False).logits.sum().backward()
+    of_stock = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
+    model.zero_grad()
+
+    attend_from_cache(model, "fp8")
+    model(IDS, use_cache=False).logits.sum().backward()
+
+    gradient = model.model.layers[0].self_attn.k_proj.weight.grad
+    assert gradient.abs().max() > 0
+    assert not torch.equal(gradient, of_stock)  # control
+
+
+def test_after_the_block_the_attention_is_that_of_before(tiny_model):
+    model = tiny_model()
+    ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    before = model(ids, use_cache=False).logits
+
+    with attending_from_cache(model, "fp8"):
+        inside = model(ids, use_cache=False).logits
+    with attending_from_cache(model, None):
+        unchanged = model(ids, use_cache=False).logits
+
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    assert torch.equal(unchanged, before)
+    assert not torch.equal(inside, before)
+
+
+def test_another_attention_has_no_cache(tiny_model):
+    model = tiny_model(attn_implementation="eager")
+
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' needs attn_implementation: sdpa.*got 'eager'"):
+        attend_from_cache(model, "fp8")
 
 
 # `old` and the loss --------------------------------------------------------------------------------------------------

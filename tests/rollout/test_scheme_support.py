@@ -86,14 +86,6 @@ def test_several_engine_ranks_scale_a_token_in_parts(monkeypatch, caplog, scheme
     assert (f"vllm_tensor_parallel_size=2 with {scheme}" in caplog.text) is warns
 
 
-def test_a_quantized_cache_of_keys_and_values_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="kv_cache_dtype must be.*got 'fp8'"):
-        check_on_gpu(monkeypatch, "W4A16", kv_cache_dtype="fp8")
-
-    # Control: the learner's dtype.
-    check_on_gpu(monkeypatch, "W4A16", kv_cache_dtype="bfloat16")
-
-
 @pytest.mark.parametrize(
     ("kind", "scheme"), [("qwen3_moe", "FP8_DYNAMIC"), ("qwen3_moe", "W4A16"), ("qwen3", "FP8_DYNAMIC")]
 )

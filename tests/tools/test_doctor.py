@@ -284,12 +284,22 @@ def test_conversational_rows_get_messages():
 )
 def test_the_verdict_follows_the_numbers(changes, quantize_learner, status, words):
     aligned = judge.Mismatch(floor=0.006, rollout_only=0.012, learner=0.0)
-    args = SimpleNamespace(quantize_learner=quantize_learner)
+    args = SimpleNamespace(quantize_learner=quantize_learner, has_low_bit_cache=False)
 
     result = judge.judge_mismatch(replace(aligned, **changes), args)
 
     assert result.status == status
     assert words in result.text
+
+
+def test_an_unaligned_cache_is_named_as_the_reason():
+    mismatch = judge.Mismatch(floor=0.006, rollout_only=0.06, learner=0.05, weight_only=False)
+    args = SimpleNamespace(quantize_learner=True, has_low_bit_cache=True, aligned_cache=None)
+
+    assert judge.judge_mismatch(mismatch, args).text == "quantize_learner_kv: false leaves 8.3 times the floor"
+    # Control: what an aligned cache leaves has another reason.
+    args.aligned_cache = "fp8"
+    assert "quantize_learner_kv" not in judge.judge_mismatch(mismatch, args).text
 
 
 def thresholds_of_the_docs():
@@ -334,7 +344,12 @@ def test_the_advice_is_that_of_the_last_threshold_reached(rollout_only, row):
 def test_a_run_whose_learner_is_far_from_its_engine_is_not_ok(monkeypatch, tmp_path, rollout_only, status):
     """0.93 nats per token were called "ok"."""
     args = SimpleNamespace(
-        quantize_learner=False, quantized=True, quant_name="W4A16", trust_remote_code=False, chat_template_kwargs=None
+        quantize_learner=False,
+        quantized=True,
+        quant_name="W4A16",
+        has_low_bit_cache=False,
+        trust_remote_code=False,
+        chat_template_kwargs=None,
     )
     measured = judge.Mismatch(floor=0.002, rollout_only=rollout_only, learner=rollout_only)
     monkeypatch.setattr(measure, "_why_not_measured", lambda *_: None)

@@ -80,6 +80,34 @@ def test_the_engine_of_an_adapter_gets_merged_weights(capsys, recipe):
     assert server_options(capsys, recipe, *adapter) == server_options(capsys, recipe)
 
 
+def test_the_engine_of_a_frozen_base_takes_an_adapter(capsys, recipe):
+    layers = ["--lora_target_modules", "q_proj", "down_proj"]
+    adapter = ["--use_peft", "true", "--lora_r", "12", "--lora_dropout", "0", "--optim_muon", "false", *layers]
+
+    assert main(["--config", str(recipe), "--dry_run", "--lora_base", "frozen", *adapter]) is None
+    words = shlex.split(capsys.readouterr().out.strip().splitlines()[-1])
+
+    assert "--enable-lora" in words
+    # The smallest size of vLLM that holds 12.
+    assert words[words.index("--max-lora-rank") + 1] == "16"
+    first = words.index("--lora-target-modules") + 1
+    assert words[first : first + 3] == ["down_proj", "q_proj", words[first + 2]]
+    assert words[first + 2].startswith("--")
+    # What the trainer's engine would have is compared at its start.
+    additional = json.loads(words[words.index("--additional-config") + 1])
+    assert additional["adapter"]["max_lora_rank"] == 16
+
+
+def test_an_fp8_cache_is_the_servers(capsys, recipe):
+    assert server_options(capsys, recipe, "--kv_cache_dtype", "fp8")["--kv-cache-dtype"] == "fp8"
+    assert "--kv-cache-dtype" not in server_options(capsys, recipe)  # control
+
+
+def test_a_server_for_a_frozen_base_needs_the_adapter(recipe):
+    with pytest.raises(ValueError, match="lora_base='frozen' needs peft_config"):
+        main(["--config", str(recipe), "--dry_run", "--lora_base", "frozen"])
+
+
 def test_without_a_scheme_the_engine_is_not_quantized(capsys, recipe):
     options = server_options(capsys, recipe, "--quant_scheme", "none")
 
@@ -110,9 +138,10 @@ def test_what_only_the_trainer_reads_may_be_missing_where_the_engine_is(capsys, 
 
 
 def test_values_as_the_command_line_has_them():
-    settings = {"a_b": 1, "c": True, "d": False, "e": None, "f": {"g": [1]}, "h": "i", "j": {}}
+    settings = {"a_b": 1, "c": True, "d": False, "e": None, "f": {"g": [1]}, "h": "i", "j": {}, "k": ["l", "m"]}
 
-    assert list(vllm_options(settings)) == ["--a-b", "1", "--c", "--no-d", "--f", '{"g": [1]}', "--h", "i"]
+    expected = ["--a-b", "1", "--c", "--no-d", "--f", '{"g": [1]}', "--h", "i", "--k", "l", "m"]
+    assert list(vllm_options(settings)) == expected
 
 
 # The key -------------------------------------------------------------------------------------------------------------

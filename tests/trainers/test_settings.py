@@ -44,6 +44,8 @@ def test_half_a_config_is_refused():
         ({"quant_kernel": "marlin"}, "quant_kernel"),
         ({"learner_ops": "vllm"}, "learner_ops"),
         (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, "vllm_engine_kwargs"),
+        (VLLM | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "vllm_engine_kwargs sets .'kv_cache_dtype'."),
+        (VLLM | {"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' must be one of 'auto', 'fp8'"),
         *(({name: True}, name) for name in UNFIT),
         ({"push_to_hub": True, "hub_strategy": "all_checkpoints"}, "hub_strategy"),
         (
@@ -138,7 +140,10 @@ def test_a_group_size_beside_the_scheme_of_the_checkpoint_is_refused(config):
         ({"bf16": False}, "engine", False),
         ({"cast_lm_head_to_fp32": True}, "engine", False),
         ({"vllm_engine_kwargs": {"enforce_eager": False}}, "engine", False),
-        ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "engine", False),
+        ({"kv_cache_dtype": "fp8"}, "engine", True),
+        ({"kv_cache_dtype": "fp8", "quant_scheme": "none"}, "auto", True),  # its keys and values are in low bits
+        ({"kv_cache_dtype": "fp8", "quantize_learner_kv": False}, "engine", False),
+        ({"kv_cache_dtype": "fp8", "quant_scheme": "none", "quantize_learner": False}, "auto", False),
         ({"vllm_model_impl": "transformers"}, "engine", False),
     ],
     ids=str,
@@ -152,3 +157,28 @@ def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_kernel_and_operations(c
     assert not args.engine_ops_for(MistralConfig())
     args.learner_ops = "stock"
     assert not args.engine_ops_for(Qwen3Config())
+
+
+# Key-value cache ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_engine", "of_learner"),
+    [
+        ({}, None, None),
+        ({"kv_cache_dtype": "fp8"}, "fp8", "fp8"),
+        ({"kv_cache_dtype": "fp8_e5m2", "quant_scheme": "none"}, "fp8_e5m2", "fp8_e5m2"),
+        ({"kv_cache_dtype": "fp8", "quantize_learner_kv": False}, "fp8", None),
+        ({"kv_cache_dtype": "fp8", "quantize_learner": False}, "fp8", None),
+    ],
+    ids=str,
+)
+def test_engine_and_learner_have_the_same_cache_unless_the_user_says_otherwise(
+    config, settings, of_engine, of_learner
+):
+    args = config(**VLLM | {"vllm_engine_kwargs": {"block_size": 64}} | settings)
+
+    assert args.engine_kwargs == {"block_size": 64} | ({"kv_cache_dtype": of_engine} if of_engine else {})
+    assert args.aligned_cache == of_learner
+    # What the user wrote is what a checkpoint keeps.
+    assert args.vllm_engine_kwargs == {"block_size": 64}

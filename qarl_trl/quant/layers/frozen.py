@@ -188,4 +188,5 @@ def align_adapters(model: nn.Module) -> None:
         if type(layer) is lora.Linear:
             layer.__class__ = AdaptedLinear
     for layer in frozen.values():
-        getattr(layer, "base_layer", layer).store.attach(model)
+        base: Any = getattr(layer, "base_layer", layer)
+        base.store.attach(model)

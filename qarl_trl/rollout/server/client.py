@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trl.generation.vllm_client import VLLMClient
 from urllib3.connection import HTTPConnection
 
 from ..sync_check.engine_logps import REQUEST
+from ..vllm.adapters import ADAPTER_NAME, is_factor, save_adapter
 from .files import save_parts
 from .key import find_key
 
@@ -184,7 +186,8 @@ class ServerClient(VLLMClient):
         Send checkpoint tensors, and mark them with the next version.
 
         Args:
-            stream: Names and tensors of a whole checkpoint.
+            stream: Names and tensors of a whole checkpoint; beside a frozen base those of the adapter's factors after
+                the base, or alone.
 
         Raises:
             RuntimeError: if the files cannot be written, or if a parameter of the server got no values.
@@ -197,8 +200,17 @@ class ServerClient(VLLMClient):
         folder = self.sync_folder / version
         folder.mkdir(parents=True)
         try:
-            files = save_parts(stream, folder)
-            self.ask_workers("qarl_load", version, files)
+            files = 0
+            factors: dict[str, Tensor] = {}
+            for are_factors, part in groupby(stream, key=is_factor):
+                if are_factors:
+                    factors.update(part)
+                else:
+                    files = save_parts(part, folder)
+
+            if factors:
+                save_adapter(factors, folder)
+            self.ask_workers("qarl_load", version, files, bool(factors))
         finally:
             # Also after a failure: the folder has the size of the model.
             shutil.rmtree(folder)
@@ -208,6 +220,9 @@ class ServerClient(VLLMClient):
         if answer.get("success") is False:
             raise RuntimeError("The server could not reset its prefix cache: others use it during a weight sync.")
         self.version = version
+        if factors:
+            # Requests name the adapter as their model; the server's own name means the base alone.
+            self.model = ADAPTER_NAME
 
     def require_synced(self) -> None:
         """Raise (`RuntimeError`) unless every worker holds the last sync of this run."""

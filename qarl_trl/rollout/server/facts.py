@@ -36,13 +36,20 @@ _OF_THE_MODEL = (
 )
 
 
-def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) -> dict[str, Any]:
+def engine_facts(
+    config: PretrainedConfig,
+    quantization: dict[str, Any] | None,
+    cache_dtype: str = "auto",
+    adapter: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """
     Facts that learner and server must share.
 
     Args:
         config: The model's config.
         quantization: compressed-tensors' config of its schemes; `None` for bfloat16.
+        cache_dtype: vLLM's `kv_cache_dtype`.
+        adapter: The arguments of `vllm.LLM` for the adapter of a frozen base; `None` without one.
 
     Returns:
         Plain values by dotted name, such as `config.hidden_size`.
@@ -51,6 +58,8 @@ def engine_facts(config: PretrainedConfig, quantization: dict[str, Any] | None) 
     facts = {
         "config": {name: getattr(text_config, name, None) for name in _OF_THE_MODEL},
         "quantization_config": quantization,
+        "kv_cache_dtype": cache_dtype,
+        "adapter": adapter,
         "vllm": installed_version("vllm"),
     }
 

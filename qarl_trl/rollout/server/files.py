@@ -54,13 +54,32 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
     return files
 
 
+def folder_of(root: str, folder: str) -> Path:
+    """
+    The folder of a weight sync.
+
+    Args:
+        root: The server's sync folder.
+        folder: The name of the sync's folder in it. It comes from a request, so it may be anything.
+
+    Raises:
+        ValueError: if there is none in `root`.
+    """
+    # Resolved, so that neither `..` nor a link leads out of the sync folder.
+    shared = Path(root).resolve()
+    inside = Path(root, folder).resolve()
+    if inside.parent != shared or not inside.is_dir():
+        raise ValueError(f"the server has no folder {folder!r} in its sync_folder {root!r}: both must mount the same")
+    return inside
+
+
 def read_parts(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor]]:
     """
     Read the tensors of a weight sync.
 
     Args:
         root: The server's sync folder.
-        folder: The name of the sync's folder in it. It comes from a request, so it may be anything.
+        folder: As for [`folder_of`].
         files: The number of files that [`save_parts`] wrote there.
 
     Returns:
@@ -70,11 +89,7 @@ def read_parts(root: str, folder: str, files: int) -> Iterator[tuple[str, Tensor
         ValueError: immediately, not during the reload, if the folder is not in `root`, or if a file is missing or
             truncated.
     """
-    # Resolved, so that neither `..` nor a link leads out of the sync folder.
-    shared = Path(root).resolve()
-    inside = Path(root, folder).resolve()
-    if inside.parent != shared or not inside.is_dir():
-        raise ValueError(f"the server has no folder {folder!r} in its sync_folder {root!r}: both must mount the same")
+    inside = folder_of(root, folder)
 
     # To open a file reads its header, which says how long the file must be.
     try:

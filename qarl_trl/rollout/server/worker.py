@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from ...cpu_exact.arithmetic import choose_arithmetic
-from ..vllm import reloading
+from ..vllm import adapters, reloading
 from ..vllm.attention_scales import keep_cache_scales
 from ..vllm.platform import is_cpu_engine
 from .facts import engine_facts
-from .files import read_parts
+from .files import folder_of, read_parts
 
 
 logger = logging.getLogger(__name__)
@@ -53,19 +53,20 @@ class WorkerExtension:
             logger.exception("%s failed", method)
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def qarl_load(self, version: str, files: int) -> None:
+    def qarl_load(self, version: str, files: int, has_adapter: bool = False) -> None:
         """
-        Load a whole sync from the server's `sync_folder`.
+        Load a sync from the server's `sync_folder`.
 
         It is one call, so the server stays usable if the trainer dies meanwhile. It opens everything first, so an
         incomplete folder does not change the weights.
 
         Args:
             version: The version of the sync, and the name of its folder.
-            files: The number of its files.
+            files: The number of its files with weights; 0: only the adapter, beside the base of an earlier sync.
+            has_adapter: Whether an adapter lies beside those files.
 
         Raises:
-            RuntimeError: if an earlier sync failed.
+            RuntimeError: if an earlier sync failed, or if an adapter came alone and the base is not of its run.
             ValueError: if the folder is incomplete.
         """
         sync_folder = self.vllm_config.additional_config.get("sync_folder", "")
@@ -73,13 +74,19 @@ class WorkerExtension:
 
         # vLLM's next reload would continue with the tensors that a failed one has buffered.
         model = self.model_runner.get_model()
-        has_failed_sync = hasattr(model, "qarl_version") and model.qarl_version is None
-        if has_failed_sync:
+        held = getattr(model, "qarl_version", "random")
+        if held is None:
             raise RuntimeError("an earlier sync to this server failed, so it may hold mixed weights: start it again")
+        if not files and _run_of(held) != _run_of(version):
+            raise RuntimeError(f"an adapter came for a base of run {_run_of(version)}, but the server holds {held!r}")
 
         model.qarl_version = None
-        has_graphs = not self.vllm_config.model_config.enforce_eager
-        reloading.reload_model(model, partial(self.reload_weights, weights_iterator=tensors), has_graphs)
+        if files:
+            weights = adapters.inside_wrappers(model, tensors) if has_adapter else tensors
+            has_graphs = not self.vllm_config.model_config.enforce_eager
+            reloading.reload_model(model, partial(self.reload_weights, weights_iterator=weights), has_graphs)
+        if has_adapter:
+            adapters.load_adapter(model, self.add_lora, folder_of(sync_folder, version))
         model.qarl_version = version
 
     def qarl_state(self) -> dict[str, Any]:
@@ -92,4 +99,11 @@ class WorkerExtension:
             quantization.pop("total_num_kv_heads", None)
 
         version = getattr(self.model_runner.get_model(), "qarl_version", None)
-        return {"version": version, "facts": engine_facts(config, quantization)}
+        cache_dtype = self.vllm_config.cache_config.cache_dtype
+        adapter = self.vllm_config.additional_config.get("adapter")
+        return {"version": version, "facts": engine_facts(config, quantization, cache_dtype, adapter)}
+
+
+def _run_of(version: str) -> str:
+    """The run that a version of the weights belongs to; see `ServerClient.sync`."""
+    return version.rpartition("-")[0]

@@ -8,7 +8,10 @@ process died. So the guard calls the engine behind the web server itself (`app.s
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
+
+from ..vllm.adapters import ADAPTER_NAME, request_of
 
 
 async def call_workers(app: Any, method: str, args: list[Any]) -> list[Any]:
@@ -37,3 +40,16 @@ async def call_workers(app: Any, method: str, args: list[Any]) -> list[Any]:
                 raise RuntimeError("The engine of this server died: start it again.")
     finally:
         call.cancel()
+
+
+def offer_adapter(app: Any) -> None:
+    """
+    Let requests name the adapter that the workers hold as their model.
+
+    vLLM's own route for it would load the adapter from any path that a request names, and read it again.
+
+    Args:
+        app: vLLM's web server, from the scope of a request to it.
+    """
+    # The workers have loaded it, so nobody reads this path.
+    app.state.openai_serving_models.lora_requests[ADAPTER_NAME] = request_of(Path(ADAPTER_NAME))

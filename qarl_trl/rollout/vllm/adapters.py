@@ -2,14 +2,14 @@
 
 vLLM can apply a LoRA adapter beside a quantized layer (`enable_lora`), to requests that ask for it
 (`LoRARequest`). It loads adapters from files only, and TRL's calls of `llm.generate` do not ask for one. So a sync
-writes the adapter to a folder and makes the engine load it (`lora/worker_manager.py`), and all later requests of the
-engine use it.
+writes the adapter to a folder and makes the engine load it (`lora/worker_manager.py`), and all later requests of a
+colocated engine use it. In a server `server/worker.py` loads it, and requests name it as their model.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -61,6 +61,18 @@ def lora_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     }
 
 
+def settings_of(model: Any) -> dict[str, Any]:
+    """
+    [`lora_settings`] of a model.
+
+    Args:
+        model: A `PeftModel` on a frozen base, with weights or without.
+    """
+    from ...quant.layers.frozen import adapter_tensors  # imports peft
+
+    return lora_settings({name: tensor.shape for name, tensor in adapter_tensors(model)})
+
+
 def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """
     Send `weights` to an engine: the base, if `weights` begin with it, and then the factors of the adapter.
@@ -75,30 +87,40 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """
     factors: dict[str, Tensor] = {}
     # Two parts of one stream. vLLM has read the first to its end before the second begins.
-    for are_factors, part in groupby(weights, key=_is_factor):
+    for are_factors, part in groupby(weights, key=is_factor):
         if are_factors:
             factors.update(part)
         else:
-            reload_engine(llm, _inside_wrappers(llm, part))
+            reload_engine(llm, inside_wrappers(engine_model(llm), part))
 
-    _save_adapter(factors, folder)
-    _load_adapter(llm, folder)
+    save_adapter(factors, folder)
+    load_adapter(engine_model(llm), llm.llm_engine.add_lora, folder)
+
+    already_used = "generate" in vars(llm)
+    if not already_used:
+        sample_with(llm, folder)
 
 
-def _is_factor(weight: tuple[str, Tensor]) -> bool:
+def is_factor(weight: tuple[str, Tensor]) -> bool:
     """Whether a tensor, with its name, is one of the adapter's factors."""
     name, _ = weight
     return ".lora_" in name
 
 
-def _inside_wrappers(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Give weights of layers that have an adapter the names that vLLM's loader finds them under."""
+def inside_wrappers(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """
+    Give weights of layers that have an adapter the names that vLLM's loader finds them under.
+
+    Args:
+        model: The engine's model.
+        weights: Names and tensors of the base.
+    """
     # Newer versions (0.31) look inside the wrapper themselves.
     if Version(str(installed_version("vllm"))) >= Version("0.27"):
         yield from weights
         return
 
-    manager: Any = engine_model(llm).lora_manager
+    manager: Any = model.lora_manager
     wrapped = set()
     for name in manager.modules:
         parent, _, layer = name.rpartition(".")
@@ -113,8 +135,14 @@ def _inside_wrappers(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterato
         yield name, tensor
 
 
-def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the files that vLLM loads an adapter from."""
+def save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
+    """
+    Write the files that vLLM loads an adapter from.
+
+    Args:
+        factors: The tensors of its factors, by their names in peft's files.
+        folder: An existing folder.
+    """
     tensors = {name: tensor.contiguous() for name, tensor in factors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
 
@@ -124,23 +152,27 @@ def _save_adapter(factors: Mapping[str, Tensor], folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def _load_adapter(llm: Any, folder: Path) -> None:
+def load_adapter(model: Any, add: Callable[[Any], bool], folder: Path) -> None:
     """
-    Make the engine load the adapter again, and all later requests use it. `RuntimeError` if it takes only a part.
+    Make an engine load its adapter again.
+
+    Args:
+        model: The engine's model.
+        add: vLLM's function that loads an adapter, of the engine or of a worker.
+        folder: Where [`save_adapter`] wrote it.
+
+    Raises:
+        RuntimeError: if the engine takes only a part of it.
     """
-    added = llm.llm_engine.add_lora(_request(folder, load_inplace=True))
+    added = add(request_of(folder, load_inplace=True))
     if not added:
         raise RuntimeError("vLLM took no adapter; its log may say why.")
 
     # vLLM leaves out factors of layers that it does not know, without an error.
-    manager: Any = engine_model(llm).lora_manager
+    manager: Any = model.lora_manager
     lost = manager.get_adapter(ADAPTER_NUMBER).loras.keys() - manager.modules.keys()
     if lost:
         raise RuntimeError(f"vLLM took no adapter for {min(lost)}; its log may say why.")
-
-    already_used = "generate" in vars(llm)
-    if not already_used:
-        sample_with(llm, folder)
 
 
 def sample_with(llm: Any, adapter: Path) -> None:
@@ -152,11 +184,17 @@ def sample_with(llm: Any, adapter: Path) -> None:
         adapter: The adapter's folder.
     """
     # `generate` takes the adapter as an argument, but TRL has no place to give one.
-    llm.generate = partial(llm.generate, lora_request=_request(adapter))
+    llm.generate = partial(llm.generate, lora_request=request_of(adapter))
 
 
-def _request(folder: Path, **options: Any) -> Any:
-    """vLLM's name for the adapter in a folder."""
+def request_of(folder: Path, **options: Any) -> Any:
+    """
+    vLLM's name for the adapter in a folder, which a request for tokens gives.
+
+    Args:
+        folder: The adapter's folder. vLLM reads it only if it does not have the adapter yet.
+        options: Further arguments of `LoRARequest`.
+    """
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(ADAPTER_NAME, ADAPTER_NUMBER, str(folder), **options)

@@ -33,7 +33,7 @@ class Mismatch:
         floor: bf16 engine and bf16 learner. Only their kernels differ, so it is called the kernel floor.
         rollout_only: Low-bit engine and bf16 learner.
         learner: Low-bit engine and the learner of the run.
-        weight_only: Whether the scheme leaves activations alone.
+        weight_only: Whether scheme and cache leave activations alone.
     """
 
     floor: float
@@ -57,6 +57,8 @@ def judge_mismatch(mismatch: Mismatch, args: QaRLConfig) -> CheckResult:
     times = f"{mismatch.learner / max(mismatch.floor, SMALLEST_FLOOR):.1f} times the floor"
     if not args.quantize_learner:
         return CheckResult(WARN, name, f"quantize_learner: false leaves {times}")
+    if args.has_low_bit_cache and args.aligned_cache is None:
+        return CheckResult(WARN, name, f"quantize_learner_kv: false leaves {times}")
 
     hardly_nearer = mismatch.learner > HARDLY_NEARER * mismatch.rollout_only
     comparable = mismatch.rollout_only > ABOVE_FLOOR * mismatch.floor

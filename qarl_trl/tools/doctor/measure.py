@@ -55,8 +55,9 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
 
     floor = f"{mismatch.floor:.2e} nats per token"
     yield CheckResult(OK, "kernel floor", f"{floor}, bf16 engine against bf16 learner")
-    if args.quantized:
-        engine = f"{args.quant_name} engine"
+    if args.quantized or args.has_low_bit_cache:
+        cache = f" with a {args.kv_cache_dtype} cache" if args.has_low_bit_cache else ""
+        engine = f"{args.quant_name} engine{cache}"
         # A warning is about the learner of this run, and the bf16 one is that only without `quantize_learner`.
         status = OK if args.quantize_learner else status_of(mismatch.rollout_only)
         yield CheckResult(status, "quantized rollout", f"{mismatch.rollout_only:.2e}, {engine}, bf16 learner")
@@ -65,7 +66,7 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
         yield CheckResult(status, name, f"{mismatch.learner:.2e}, {engine}, learner of this run")
 
     yield judge_mismatch(mismatch, args)
-    if args.quantized:
+    if args.quantized or args.has_low_bit_cache:
         yield advise_on_qarl(mismatch.rollout_only, args.quantize_learner)
 
 
@@ -115,7 +116,9 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
     settings = _engine_settings(args, longest_prompt=max(map(len, prompts)))
     request = (settings, prompts, args.temperature)
 
-    samples = in_fresh_process("the bf16 engine", sample, folder, *request, limit_s=LIMIT_S)
+    # The floor is that of a cache in bfloat16.
+    of_floor = (settings | {"kv_cache_dtype": "auto"}, prompts, args.temperature)
+    samples = in_fresh_process("the bf16 engine", sample, folder, *of_floor, limit_s=LIMIT_S)
     # In float32, as master weights; autocast rounds them to bfloat16.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(args.device)
     floor = logp_diff(model, samples, args.temperature)
@@ -131,13 +134,16 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
             # The bf16 learner again, which scores what the low-bit engine samples.
             remove_quantization(model)
             samples = in_fresh_process("the low-bit engine", sample, low_bit, *request, limit_s=LIMIT_S)
+    elif args.has_low_bit_cache:
+        samples = in_fresh_process("the engine with an FP8 cache", sample, folder, *request, limit_s=LIMIT_S)
     rollout_only = logp_diff(model, samples, args.temperature)
 
     quantize_policy(model, args, args.quant_plan())
     # In the precision of the run: without bf16 its learner does not round to it.
     learner = logp_diff(model, samples, args.temperature, bf16=args.bf16)
 
-    weight_only = all(scheme.activations == "none" for scheme in schemes)
+    activations_in_bf16 = all(scheme.activations == "none" for scheme in schemes)
+    weight_only = activations_in_bf16 and not args.has_low_bit_cache
     return Mismatch(floor, rollout_only, learner, weight_only)
 
 

@@ -96,6 +96,7 @@ class Run:
         ranks: GPUs of the learner, one process each.
         fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
         reference: Whether there is a second, frozen model for the KL term.
+        cache_entry: Bytes of a number in the engine's key-value cache.
         eager: Whether the engine runs without CUDA graphs.
         accumulation: Micro-batches in an update, which share passes.
     """
@@ -118,6 +119,7 @@ class Run:
     ranks: int = 1
     fsdp2: bool = False
     reference: bool = False
+    cache_entry: int = 2
     eager: bool = False
     accumulation: int = 1
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from ...quant.layers.experts import num_experts
 from ...quant.source import quantized_source
 from ...rollout.scheme_support import default_engine_kwargs
+from ...validate.kv_cache import check_cache_device
 from .model import model_without_weights, parameters, read_config
 from .run import GIB, Hardware, Run
 from .seconds.batch import Batch
@@ -42,6 +43,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     gpus = hardware.gpus
     engine = settings.vllm_mode if settings.use_vllm else ""
     _check_engine_ranks(engine, settings.vllm_tensor_parallel_size, gpus)
+    check_cache_device(settings, "cuda")
 
     # First, so that an unknown model is reported as one, and not by the error of what reads its files next.
     name = model_args.model_name_or_path
@@ -53,8 +55,8 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     adapter = _adapter_of(model_args)
     model = model_without_weights(config, _dtype_of(config, settings, model_args), adapter, quantization)
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
-    if settings.frozen and (adapter is None or num_experts(config) or engine == "server"):
-        raise ValueError("lora_base='frozen' needs use_peft: true, a model without experts, and vllm_mode='colocate'.")
+    if settings.frozen and (adapter is None or num_experts(config)):
+        raise ValueError("lora_base='frozen' needs use_peft: true, and a model without experts.")
 
     fsdp2 = gpus > 1 and hardware.sharding != "ddp"
     ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1
@@ -79,6 +81,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         # Without its adapter a PeftModel is its own reference.
         reference=settings.beta > 0 and adapter is None,
         accumulation=settings.gradient_accumulation_steps,
+        cache_entry=1 if settings.has_low_bit_cache else 2,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
     )
 

@@ -123,7 +123,7 @@ def _read_log(file: Path) -> list[dict[str, Any]]:
         raise ValueError(f"{file} must be JSON, as the Trainer writes it: {error}.") from error
 
     log = state.get("log_history") if isinstance(state, dict) else None
-    rows = log if isinstance(log, list) else [None]
+    rows: list[Any] = log if isinstance(log, list) else [None]
     if not all(_has_step(row) for row in rows):
         raise ValueError(f"{file} must have log_history, a list of rows that each have a step, as the Trainer writes.")
     return rows

@@ -10,11 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from qarl_trl.rollout.server import files
 from qarl_trl.rollout.server.client import ServerClient
 from qarl_trl.rollout.server.facts import engine_facts
 from qarl_trl.rollout.server.files import read_parts
+from qarl_trl.rollout.vllm.adapters import ADAPTER_NAME
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -85,7 +87,8 @@ def changed_facts(config, changes):
     quantization = copy.deepcopy(QUANTIZATION)
     quantization["config_groups"]["group_0"]["input_activations"] = changes.get("activations")
 
-    facts = engine_facts(config, changes.get("quantization", quantization))
+    cache_dtype = changes.get("cache", "auto")
+    facts = engine_facts(config, changes.get("quantization", quantization), cache_dtype, changes.get("adapter"))
     if "vllm" in changes:
         facts["vllm"] = changes["vllm"]
     return facts
@@ -98,6 +101,8 @@ def changed_facts(config, changes):
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta must be 10000.0, got 5.0"),
         ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
         ({"activations": {"num_bits": 8}}, "input_activations.num_bits must be None, got 8"),
+        ({"cache": "fp8"}, "kv_cache_dtype must be 'auto', got 'fp8'"),
+        ({"adapter": {"max_lora_rank": 8}}, "adapter.max_lora_rank must be None, got 8"),
         ({"vllm": "0.1"}, "vllm must be '0.3"),
         ({"ranks": 2}, "ranks must be 1, got 2"),
     ],
@@ -236,7 +241,7 @@ def reading_answers(folder, received):
     """The routes of a stub that reads a weight sync from a folder as the server does."""
 
     def load(body):
-        version, files = body
+        version, files, _ = body
         for name, tensor in read_parts(str(folder), version, files):
             received.append((name, tensor.clone()))
         return 200, [None]
@@ -255,11 +260,42 @@ def test_a_sync_arrives_and_its_files_are_removed(tmp_path):
         client.sync(TENSORS.items())
 
         (asked,) = [body for path, body, _ in client.asked if path == "/qarl_load"]
-        assert asked == [client.version, 1]
+        assert asked == [client.version, 1, False]
         assert client.version.endswith("-1")
 
     assert sorted(name for name, _ in received) == ["a", "b"]
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in received)
+    assert is_empty(tmp_path)
+
+
+FACTORS = {
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 8),
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight": torch.ones(8, 4),
+}
+
+
+@pytest.mark.parametrize("base", [TENSORS, {}], ids=["with its base", "alone"])
+def test_an_adapter_lies_beside_the_files_of_the_base_and_is_the_model_of_later_requests(tmp_path, base):
+    received = []
+    adapters = []
+
+    def load(body):
+        folder = tmp_path / body[0]
+        adapters.append(load_file(folder / "adapter_model.safetensors"))
+        return answers["/qarl_load"](body)
+
+    answers = reading_answers(tmp_path, received)
+    with client_of(answers | {"/qarl_load": load}, tmp_path) as client:
+        client.model = "base"
+        client.sync((base | FACTORS).items())
+
+        (asked,) = [body for path, body, _ in client.asked if path == "/qarl_load"]
+        assert asked == [client.version, len(base) and 1, True]
+        assert client.model == ADAPTER_NAME
+
+    assert sorted(name for name, _ in received) == sorted(base)
+    (adapter,) = adapters
+    assert adapter.keys() == FACTORS.keys()
     assert is_empty(tmp_path)
 
 

@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from qarl_trl.rollout.server.files import save_parts
 from qarl_trl.rollout.server.worker import WorkerExtension
-from qarl_trl.rollout.vllm import reloading
+from qarl_trl.rollout.vllm import adapters, reloading
 
 
 class Extended(Worker, WorkerExtension):
@@ -63,6 +63,26 @@ def test_an_incomplete_folder_leaves_weights_and_version_and_the_next_sync_goes_
 
     assert worker.qarl("qarl_load", "run-1", 1) is None
     assert worker.seen == [None, None]
+
+
+def test_an_adapter_alone_needs_the_base_of_its_own_run(worker, tmp_path, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(adapters, "load_adapter", lambda model, add, folder: loaded.append(folder.name))
+    model = worker.model_runner.get_model()
+    for folder in ("run-2", "other-1"):
+        (tmp_path / folder).mkdir()
+
+    # Random weights are nobody's base.
+    assert "the server holds 'random'" in worker.qarl("qarl_load", "run-2", 0, True)["error"]
+    assert worker.qarl("qarl_load", "run-1", 1, True) is None
+    assert "a base of run other, but the server holds 'run-1'" in worker.qarl("qarl_load", "other-1", 0, True)["error"]
+    assert model.qarl_version == "run-1"
+
+    # Control: of its own run. The base is not loaded again.
+    assert worker.qarl("qarl_load", "run-2", 0, True) is None
+    assert model.qarl_version == "run-2"
+    assert loaded == ["run-1", "run-2"]
+    assert worker.seen == [None]
 
 
 def test_after_a_failed_reload_no_sync_is_taken(worker):

@@ -96,6 +96,7 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
         (["--vllm_tensor_parallel_size", "0"], "vllm_tensor_parallel_size"),
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3"),
         (["--quant_scheme", "W3A16"], "quant_scheme"),
+        (["--kv_cache_dtype", "fp8"], "quantize_learner_kv"),
     ],
 )
 def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(capsys, argv, field):
@@ -104,6 +105,14 @@ def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(c
     assert code == 2
     assert field in printed.err
     assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_an_fp8_cache_holds_twice_the_sequences():
+    stock = run_of(EIGHT_GPUS)
+    in_fp8 = run_of(EIGHT_GPUS, 8, 79, "fsdp2", "--kv_cache_dtype", "fp8", "--quantize_learner_kv", "false")
+
+    assert cache_tokens(in_fp8) // 2 == cache_tokens(stock)
+    assert peaks(in_fp8) == peaks(stock)
 
 
 SERVER = ("--vllm_mode", "server", "--max_completion_length", 15000)

@@ -81,7 +81,7 @@ def cache_tokens(run: Run) -> int:
 
 def token_bytes(run: Run) -> int:
     """
-    Bytes of a token in the cache: keys and values in bfloat16, for the heads of one engine rank.
+    Bytes of a token in the cache: keys and values for the heads of one engine rank.
 
     Args:
         run: The run.
@@ -90,5 +90,5 @@ def token_bytes(run: Run) -> int:
     # With more ranks than heads vLLM gives several ranks a copy of the same head.
     heads = max(1, all_heads // run.engine_ranks)
 
-    keys = BFLOAT16 * run.config.num_hidden_layers * heads * run.head_dim
+    keys = run.cache_entry * run.config.num_hidden_layers * heads * run.head_dim
     return 2 * keys

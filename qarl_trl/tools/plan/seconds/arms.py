@@ -126,8 +126,9 @@ def arms_of(settings: Any) -> dict[str, Options]:
     # What the recipe itself names is not given again: it may be a file, or in the checkpoint.
     quantized = {} if settings.quant_name == scheme else {"quant_scheme": scheme}
     unfrozen = {"lora_base": "merged"} if settings.frozen else {}
+    cache = {"kv_cache_dtype": "auto"} if settings.has_low_bit_cache else {}
     return {
-        "bf16": {"quant_scheme": "none", **unfrozen},
+        "bf16": {"quant_scheme": "none", **cache, **unfrozen},
         f"rollout-only {scheme}": {**quantized, "quantize_learner": "false", **unfrozen},
         f"QaRL {scheme}": {**quantized, "quantize_learner": "true"},
         f"QaRL {other}": {"quant_scheme": other, "quantize_learner": "true"},

@@ -212,14 +212,14 @@ def test_moments_in_8_bits():
 # A frozen base ------------------------------------------------------------------------------------------------------
 
 
-def test_a_frozen_base_is_not_proposed_where_a_run_refuses_it():
+def test_a_server_keeps_the_frozen_base_and_gets_the_adapter():
     server = ["--vllm_mode", "server", "--sync_folder", "s", "--vllm_enable_sleep_mode", "false"]
-    with pytest.raises(ValueError, match="and vllm_mode='colocate'"):
-        advise(["--config", str(FROZEN), *server], Hardware(1, 80))
 
-    # 12 GiB are too few, so that options are looked for.
-    merged = advise(["--config", str(FROZEN), *server, "--lora_base", "merged"], Hardware(1, 12))
-    assert "frozen" not in " ".join(fitting.text for fitting in merged.together)
+    run = advise(["--config", str(FROZEN), *server], Hardware(1, 80)).run
+
+    adapter = sum(2 * parameter.entries for parameter in run.parameters if parameter.in_adapter)
+    assert synced_bytes(run) == adapter
+    assert adapter < engine_bytes(run) / 10
 
 
 def test_each_gpu_has_the_whole_frozen_base():

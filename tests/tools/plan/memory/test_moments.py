@@ -224,6 +224,13 @@ def test_the_cache_has_keys_and_values_of_the_heads_of_a_rank(eight_billion, ran
     assert cache_tokens(run) == cache_bytes(run) // bytes_of_a_token
 
 
+def test_an_fp8_cache_holds_twice_the_tokens(eight_billion):
+    tokens = cache_tokens(eight_billion)
+
+    assert cache_tokens(replace(eight_billion, cache_entry=1)) in (2 * tokens, 2 * tokens + 1)
+    assert cache_bytes(replace(eight_billion, cache_entry=1)) == cache_bytes(eight_billion)
+
+
 def test_an_engine_takes_its_share_in_the_rollout_and_without_sleep_always(eight_billion):
     share = int(0.5 * eight_billion.memory)
 
