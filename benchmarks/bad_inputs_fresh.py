@@ -83,7 +83,6 @@ TEXTS = [
     "hub_token: hf_secret\nmax_steps: {",
     "reward_funcs:\n  math_reward: 1",
     "quant_ignore: lm_head: x",
-    "# nothing",
     "---",
     "true",
     "3",

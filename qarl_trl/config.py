@@ -113,9 +113,22 @@ def _check_numbers(args: QaRLConfig) -> None:
 
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {args.temperature} and {args.top_p}.")
+    _check_ranges(args)
 
     if not (args.max_steps > 0 or (args.max_steps == -1 and args.num_train_epochs > 0)):
         raise ValueError(f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing.")
+
+
+def _check_ranges(args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) what neither vLLM nor transformers samples with: they say so only at the first answer."""
+    # 0 is "all tokens" for TRL; -1 is it for vLLM alone.
+    fewest = -1 if args.use_vllm else 0
+    if args.top_k < fewest:
+        raise ValueError(f"top_k must be 0 (all tokens) or above, got {args.top_k}.")
+    if args.min_p is not None and not 0 <= args.min_p <= 1:
+        raise ValueError(f"min_p must be in [0, 1], got {args.min_p}.")
+    if not args.repetition_penalty > 0:
+        raise ValueError(f"repetition_penalty must be above 0, got {args.repetition_penalty}.")
 
 
 def _check_tbpo(args: QaRLConfig) -> None:

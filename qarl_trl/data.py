@@ -244,7 +244,6 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         ValueError: if the dataset cannot be read.
     """
     from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
 
     path = local_path(name_or_path)
     if path is not None and BUILDERS.get(path.suffix) == "json" and path.is_file():
@@ -256,10 +255,22 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
             files = {split.partition("[")[0]: glob.escape(str(path.absolute()))}
             return load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
-    except (DatasetGenerationError, ValueError) as error:
-        # Their messages name neither the file nor the cause.
-        cause = error.__cause__ or error
-        raise ValueError(f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {cause}") from error
+    except OSError:  # a missing file, or no network
+        raise
+    except Exception as error:
+        # The reader of a format may raise anything: an empty file is a StopIteration, a cut one an EOFError. Messages
+        # name neither the file nor the cause.
+        raise ValueError(
+            f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {_reason(error.__cause__ or error)}"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """Why a file cannot be read, in a line."""
+    text = " ".join(str(error).split())
+    if not text:
+        return f"it is empty or damaged ({type(error).__name__})."
+    return text[:300]
 
 
 def _refuse_null_rows(path: Path) -> None:

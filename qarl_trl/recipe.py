@@ -234,6 +234,8 @@ def _check_plain(recipe: Path, text: str) -> None:
         if isinstance(event, yaml.AliasEvent):
             # A few hundred nested aliases would take minutes.
             raise ValueError(f"--config {recipe} must have no aliases (*name): a recipe is flat.")
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
+            raise ValueError(f"--config {recipe} must have no merges (<<): a recipe is flat. Use base:.")
         if getattr(event, "tag", None) is not None:
             raise ValueError(f"--config {recipe} must have no tags (!name), got {event.tag}: a recipe is data.")
 

@@ -68,6 +68,10 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         *(({name: 0}, name) for name in POSITIVE),
         ({"temperature": 0.0}, "temperature"),
         ({"top_p": 2.0}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"top_k": -1}, "top_k"),  # transformers samples
+        ({"min_p": 2.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
         *(({"num_iterations": value}, "num_iterations") for value in ("two", 1.5)),
     ],
     ids=settings_id,

@@ -221,6 +221,19 @@ def test_a_row_that_is_null_is_refused(tmp_path, name, text, where):
     assert load_math_dataset(str(path))["answer"][:] == ["2"]
 
 
+@pytest.mark.parametrize("name", ["set.jsonl", "set.json", "set.parquet"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x1f\x8b\x08", b"\x00" * 50, b"PAR1"], ids=["empty", "cut", "zeros", "other"]
+)
+def test_a_file_of_another_content_is_named_in_one_line(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+
+    with pytest.raises(ValueError, match=f"{path}.*cannot be read: .") as error:
+        load_math_dataset(str(path))
+    assert "\n" not in str(error.value)
+
+
 # Prompts with completions --------------------------------------------------------------------------------------------
 
 

@@ -34,12 +34,12 @@ def recipe(tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def write(command, more=""):
+    def write(command):
         path = tmp_path / f"{command}.yaml"
         path.write_text(
             f"model_name_or_path: {model}\ndtype: float32\ndataset_name_or_path: {data}\n"
             f"output_dir: {tmp_path / 'out'}\nuse_cpu: true\nbf16: false\nreport_to: []\nmax_steps: 1\n"
-            f"per_device_train_batch_size: 4\nsave_strategy: 'no'\nlogging_steps: 1\n{SETTINGS[command]}{more}"
+            f"per_device_train_batch_size: 4\nsave_strategy: 'no'\nlogging_steps: 1\n{SETTINGS[command]}"
         )
         return str(path)
 
@@ -91,22 +91,20 @@ def test_the_config_is_that_of_its_trainer_and_of_trl(method):
 
 
 @pytest.mark.parametrize(
-    ("command", "more", "words"),
+    ("command", "option", "value", "words"),
     [
-        ("sft", "reward_funcs: [math_reward]\n", "reward_funcs is not a key of a recipe"),
-        ("sft", "dataset_text_field: body\n", "must have a column 'body'"),
-        ("rloo", "loss_type: tbpo\n", "loss_type is not a key of a recipe"),
-        ("distill", "use_vllm: true\n", "distill_on='answers' samples nothing"),
-        ("distill", "quantize_learner: false\n", "the student equals its own start"),
-        ("distill", "completion_column: solution\n", "no solution. Set completion_column"),
-        ("distill", "teacher_model_name_or_path: no/such-teacher\n", "no/such-teacher"),
+        ("sft", "reward_funcs", "math_reward", "reward_funcs is not a key of a recipe"),
+        ("sft", "dataset_text_field", "body", "must have a column 'body'"),
+        ("rloo", "loss_type", "tbpo", "loss_type is not a key of a recipe"),
+        ("distill", "use_vllm", "true", "distill_on='answers' samples nothing"),
+        ("distill", "quantize_learner", "false", "the student equals its own start"),
+        ("distill", "completion_column", "solution", "no solution. Set completion_column"),
+        ("distill", "teacher_model_name_or_path", "no/such-teacher", "teacher_model='no/such-teacher' cannot be read"),
     ],
 )
-def test_bad_input_ends_in_one_line(recipe, capsys, command, more, words):
-    path = recipe(command, more)  # of a key that is there twice, YAML takes the last one
-
+def test_bad_input_ends_in_one_line(recipe, capsys, command, option, value, words):
     with pytest.raises(SystemExit) as stop:
-        cli.main([command, "--config", path])
+        cli.main([command, "--config", recipe(command), f"--{option}", value])
 
     assert stop.value.code == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qarl-trl ")]

@@ -114,6 +114,18 @@ def test_a_recipe_with_a_key_twice_is_refused(tmp_path, text):
     assert read_recipe(recipe).keys() == {"a", "x"}
 
 
+def test_a_recipe_that_merges_is_refused(tmp_path):
+    """YAML would put the merged keys before the others."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("a: 1\n<<: {b: 2}\n")
+
+    with pytest.raises(ValueError, match="recipe.yaml must have no merges"):
+        read_recipe(recipe)
+
+    recipe.write_text("a: '<<'\n")  # control: a text
+    assert read_recipe(recipe) == {"a": "<<"}
+
+
 @pytest.mark.parametrize("base", ["/dev/zero", "."])
 def test_a_base_without_an_end_is_refused(tmp_path, base):
     recipe = tmp_path / "recipe.yaml"

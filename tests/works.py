@@ -36,7 +36,8 @@ class Row:
     Attributes:
         what: A feature, in words.
         state: `WORKS`, `REFUSED` or `NOT_TRIED`.
-        test: The name of the test that shows it; empty for what nobody tried.
+        test: The name of the test that shows it, after its file and "::" where others have the same name; empty for
+            what nobody tried.
         note: What a user has to know.
     """
 
@@ -72,8 +73,13 @@ SECTIONS: dict[str, list[Row]] = {
         Row("PPO, KTO, reward models", NOT_TRIED),
     ],
     "Features of TRL": [
-        Row("colocated engine", WORKS, "test_the_learner_gives_the_engines_log_probs_bit_for_bit"),
-        Row("engine as a server", WORKS, "test_a_run_through_a_server_is_the_colocated_one", "`qarl-trl serve`"),
+        Row("colocated engine", WORKS, "test_invariants.py::test_the_learner_gives_the_engines_log_probs_bit_for_bit"),
+        Row(
+            "engine as a server",
+            WORKS,
+            "test_server.py::test_a_run_through_a_server_is_the_colocated_one",
+            "`qarl-trl serve`",
+        ),
         Row("sleep mode", WORKS, "test_a_sync_brings_back_all_that_a_sleep_threw_away"),
         Row("rewards by name and by import path", WORKS, "test_rewards_come_by_name_and_by_path"),
         Row("`rollout_func` that asks the engine", WORKS, "test_an_engine_that_a_rollout_func_drives_is_checked_too"),
@@ -120,7 +126,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "Qwen3, Qwen2, Qwen2.5, Llama",
             WORKS,
-            "test_the_learner_gives_the_engines_log_probs_bit_for_bit",
+            "test_invariants.py::test_the_learner_gives_the_engines_log_probs_bit_for_bit",
             "engine and learner agree bit for bit on a CPU",
         ),
         Row(
@@ -170,7 +176,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC in the CPU engine",
             WORKS,
-            "test_the_learner_gives_the_engines_log_probs_bit_for_bit",
+            "test_invariants.py::test_the_learner_gives_the_engines_log_probs_bit_for_bit",
             "[which runs where](schemes.md)",
         ),
         Row(
@@ -185,7 +191,13 @@ SECTIONS: dict[str, list[Row]] = {
             "test_master_weights_are_what_transformers_decompresses_and_nothing_else",
         ),
         Row("start from AWQ, bitsandbytes, GGUF", REFUSED, "test_a_checkpoint_of_another_kind_is_refused"),
-        Row("FP8 cache of keys and values", REFUSED, "test_a_quantized_cache_of_keys_and_values_is_refused"),
+        Row(
+            "FP8 cache of keys and values",
+            WORKS,
+            "test_kv_cache.py::test_the_learner_gives_the_engines_log_probs_bit_for_bit",
+            "`kv_cache_dtype: fp8`",
+        ),
+        Row("a checkpoint with scales of a quantized cache", REFUSED, "test_a_quantized_cache_is_refused"),
     ],
     "Adapters": [
         Row("LoRA, merged before each quantization", WORKS, "test_quantized_values_are_those_of_pefts_own_merge"),
@@ -204,6 +216,11 @@ SECTIONS: dict[str, list[Row]] = {
             "test_a_copy_of_a_tied_weight_is_refused_before_the_model_loads",
         ),
         Row("LoRA with Muon", REFUSED, "test_muon_and_lora_are_refused_together"),
+        Row(
+            "an adapter beside a frozen base, with a server",
+            WORKS,
+            "test_server_frozen.py::test_a_run_through_a_server_is_the_colocated_one",
+        ),
         Row("LoRA on low-bit experts", NOT_TRIED, "", "on attention beside them it works"),
     ],
     "Several processes": [
@@ -236,10 +253,12 @@ def files_with(test: str) -> list[Path]:
     The files that define a test.
 
     Args:
-        test: Its name.
+        test: As in a [`Row`].
     """
-    definition = re.compile(rf"^def {test}\(", re.MULTILINE)
-    return [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if definition.search(path.read_text())]
+    file, _, name = test.rpartition("::")
+    definition = re.compile(rf"^def {name}\(", re.MULTILINE)
+    paths = sorted((ROOT / "tests").rglob(file or "test_*.py"))
+    return [path for path in paths if definition.search(path.read_text())]
 
 
 def page() -> str:
@@ -259,7 +278,7 @@ def _link(test: str) -> str:
     if not test:
         return ""
     path = files_with(test)[0].relative_to(ROOT)
-    words = test.removeprefix("test_").replace("_", " ")
+    words = test.rpartition("::")[2].removeprefix("test_").replace("_", " ")
     return f"[{words}](../{path})"
 
 

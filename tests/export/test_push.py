@@ -13,10 +13,12 @@ from peft import LoraConfig
 from safetensors.torch import load, load_file
 from slow.toys import save_model
 from test_trainer import make
+from trainers.runs import pairs
+from trainers.runs import settings as short_run
 from transformers import AutoModelForCausalLM
 from transformers.utils import hub as hub_of_transformers
 
-from qarl_trl import cli
+from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, cli
 from qarl_trl.export import save_low_bit
 from qarl_trl.export.card import GENERATED, write_card
 from qarl_trl.export.push import model_files, open_repo, push
@@ -191,6 +193,21 @@ def test_a_run_pushes_the_low_bit_model_at_the_end_and_keeps_master_weights_at_h
     assert pushed.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(pushed[name], tensor), name
+
+
+def test_a_trainer_of_trl_pushes_its_low_bit_model_with_the_card_of_its_own_method(hub, model, tmp_path):
+    settings = {"push_to_hub": True, "hub_model_id": "me/toy", "hub_token": WRITER, "distill_on": "answers"}
+    args = LowBitDistillationConfig(**short_run(tmp_path, **settings))
+    trainer = LowBitDistillationTrainer(model, None, args, train_dataset=pairs())
+    trainer.train()
+    trainer.push_to_hub()
+
+    files = hub.files("me/toy")
+    assert holds_model(files, tmp_path)
+    card = files["README.md"].decode()
+    assert "distilled from its own start in high precision with TRL's Distillation trainer" in card
+    assert "agarwal2024on-policy" in card
+    assert "gu2026qarl" not in card
 
 
 # A run with an adapter on a frozen base.

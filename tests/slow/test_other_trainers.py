@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slow.isolated import isolated, isolated_group
-from slow.processes import FSDP2, shard_on_cpu, whole_arrays
+from slow.processes import FSDP2, shard_on_cpu, whole, whole_arrays
 from slow.test_invariants import _agree, _changed_layers, _record_forward, _sync_another_and_back
 from slow.toys import (
     CHARACTERS,
@@ -188,7 +188,10 @@ def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
 
     trainer.train()
     trainer.save_model()
-    return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer)}
+    teacher = {}
+    if kind == "distillation":
+        teacher = {name: whole(weight).numpy() for name, weight in trainer.teacher_model.named_parameters()}
+    return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer), "teacher": teacher}
 
 
 @pytest.mark.parametrize("kind", ["sft", "distillation"])
@@ -206,6 +209,12 @@ def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, t
     start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     trained = {name: torch.as_tensor(array) for name, array in first["weights"].items()}
     assert not torch.equal(trained["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
+
+    # Every process has the teacher as it was read, although only the first one reads it.
+    for process in (first, second):
+        assert len(process["teacher"]) == (len(start) if kind == "distillation" else 0)
+        for name, array in process["teacher"].items():
+            assert torch.equal(torch.as_tensor(array), start[name]), name
 
     plain.load_state_dict(trained)
     expected = dict(iter_low_bit_weights(apply_quantization(plain, "W4A16")))

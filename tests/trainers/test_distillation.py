@@ -11,9 +11,11 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from slow.toys import prompts, randomize_adapter, save_model, stored_tensors
 from toy_runs import adapter
+from toy_runs import make as make_qarl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer
+from qarl_trl.quant import iter_low_bit_weights
 from trainers.runs import losses, pairs, same_weights, settings, weights
 
 
@@ -23,13 +25,13 @@ def other_model(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("other") / "teacher", layers=1, seed=1)
 
 
-def make(model, folder, data=None, teacher=None, peft_config=None, processing_class=None, **changes):
+def make(model, folder, data=None, teacher=None, peft_config=None, processing_class=None, eval_data=None, **changes):
     """A student on given answers, if `changes` do not say otherwise."""
     values = {"distill_on": "answers", "max_completion_length": 8, "beta": 0.0} | changes
     args = LowBitDistillationConfig(**settings(folder, **values))
     data = pairs() if data is None else data
     return LowBitDistillationTrainer(
-        model, teacher, args, train_dataset=data, processing_class=processing_class, peft_config=peft_config
+        model, teacher, args, data, eval_data, processing_class=processing_class, peft_config=peft_config
     )
 
 
@@ -203,6 +205,39 @@ def test_a_run_on_answers_resumes_bit_for_bit_and_saves_what_the_forward_used(de
     for layer, weight in straight.low_bit_store.kept().items():
         for local, tensor in weight.data.items():
             assert torch.equal(stored[f"{layer.removesuffix('.weight')}.{local}"], tensor)
+
+
+def test_rl_goes_on_from_the_distilled_weights_byte_for_byte(dense_model, tmp_path):
+    """As docs/recover.md says: from the master weights of the last checkpoint."""
+    student = make(dense_model, tmp_path / "run", save_strategy="steps", save_steps=2)
+    student.train()
+    student.save_model()
+    distilled = stored_tensors(tmp_path / "run")
+
+    policy = make_qarl(str(tmp_path / "run" / "checkpoint-2"), tmp_path / "rl")
+    started = dict(iter_low_bit_weights(policy.model))
+    assert started.keys() == distilled.keys()
+    assert all(torch.equal(started[name], tensor) for name, tensor in distilled.items())
+
+    # Control: the start of the distillation had other weights.
+    before = dict(iter_low_bit_weights(make_qarl(dense_model, tmp_path / "other").model))
+    assert any(not torch.equal(before[name], tensor) for name, tensor in distilled.items())
+    policy.train()
+
+
+def test_an_evaluation_leaves_the_student_in_training(dense_model, tmp_path):
+    """Of a student with an adapter, whose base is the teacher."""
+    with_evaluations = make(
+        dense_model, tmp_path / "one", peft_config=adapter(), eval_data=pairs(4), eval_strategy="steps", eval_steps=1
+    )
+    with_evaluations.train()
+    without = make(dense_model, tmp_path / "other", peft_config=adapter())
+    without.train()
+
+    divergences = [row["eval_loss"] for row in with_evaluations.state.log_history if "eval_loss" in row]
+    assert len(divergences) == 2
+    assert all(divergence > 0 for divergence in divergences)
+    assert losses(with_evaluations) == losses(without)
 
 
 def test_a_resumed_run_needs_the_same_teacher(dense_model, other_model, tmp_path):

@@ -2,8 +2,8 @@
 
 vLLM can apply a LoRA adapter beside a quantized layer (`enable_lora`), to requests that ask for it
 (`LoRARequest`). It loads adapters from files only, and TRL's calls of `llm.generate` do not ask for one. So a sync
-writes the adapter to a folder and makes the engine load it (`lora/worker_manager.py`), and all later requests of the
-engine use it.
+writes the adapter to a folder and makes the engine load it (`lora/worker_manager.py`), and all later requests of a
+colocated engine use it. In a server `server/worker.py` loads it, and requests name it as their model.
 """
 
 from __future__ import annotations

@@ -168,9 +168,10 @@ def gradients_between_passes(run: Run) -> int:
     if not run.fsdp2:
         return max(0, gradients - of_a_pass)
 
-    # FSDP2 reduces the gradient of a layer when that is whole, in the last pass. `backward_work` has both for a layer.
+    # `backward_work` has the gradient of a layer, and its float32 copy for the reduction. Gradients are reduced in the
+    # last pass: before it there is no copy, and in it the gradient is one of those that were kept.
     layer = _largest_layer(run)
-    after_the_first = gradients - of_a_pass - (run.compute + FLOAT32) * layer
+    after_the_first = gradients - of_a_pass - FLOAT32 * layer
     in_the_last = gradients - (passes - 1) * of_a_pass - run.compute * layer
     return max(0, after_the_first, in_the_last)
 
