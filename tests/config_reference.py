@@ -1,5 +1,5 @@
 """
-Every setting of this package with type, default and meaning: docs/config_reference.md, from the help of the dataclasses.
+Every setting of this package, from the help of the dataclasses: docs/config_reference.md.
 
 `python tests/config_reference.py` writes the page.
 """
@@ -19,8 +19,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "config_reference.md"
 
 HEAD = """# All settings
 
-These are keys of a recipe, options of the command line (`--quant_scheme W4A16`) and, for those of a trainer, arguments of its config. Fields of TRL keep
-[TRL's meaning](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig); this page has what the package adds. `qarl-trl train --help` prints both.
+This page has the settings that the package adds to those of TRL, which keep
+[their meaning](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig). Each is a key of a recipe and an option
+of the command line (`--quant_scheme W4A16`); those of a trainer are also arguments of its config.
 
 <!-- Written by tests/config_reference.py from the help of each field. -->
 """
@@ -40,7 +41,8 @@ def page() -> str:
     """The page, in Markdown."""
     lines = [HEAD]
     for config, who in SECTIONS.items():
-        lines += [f"## {config.__name__}\n", f"{who}\n", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        lines += [f"## {config.__name__}\n", f"{who}\n"]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         lines += [_row(field) for field in fields(config) if field.name in config.__annotations__]
         lines.append("")
     return "\n".join(lines)
