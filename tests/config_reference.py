@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from qarl_trl.config import QaRLConfig
 from qarl_trl.methods import DataArguments, DistillationArguments, PromptArguments, QaRLScriptArguments
@@ -43,24 +45,42 @@ def page() -> str:
     for config, who in SECTIONS.items():
         lines += [f"## {config.__name__}\n", f"{who}\n"]
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        lines += [_row(field) for field in fields(config) if field.name in config.__annotations__]
+        types = get_type_hints(config)
+        for field in fields(config):
+            if field.name in config.__annotations__:  # the others are TRL's, or in another table
+                lines.append(
+                    f"| `{field.name}` | {_kind(types[field.name])} | {_default(field)} | {_meaning(field)} |"
+                )
         lines.append("")
     return "\n".join(lines)
 
 
-def _row(field: Field) -> str:
-    """A row of the table of a dataclass."""
-    kind = field.type.replace(" | ", " or ")  # a "|" would end the cell
-    return f"| `{field.name}` | `{kind}` | `{_default(field)}` | {field.metadata['help']} |"
+def _kind(hint: Any) -> str:
+    """A type in words, without the "|" that would end a cell."""
+    if hint is NoneType:
+        return "`null`"
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_kind(part) for part in get_args(hint))
+    return f"`{hint.__name__}`" if isinstance(hint, type) else f"`{hint}`"
 
 
 def _default(field: Field) -> str:
     """The default as a recipe writes it."""
     value = field.default if field.default_factory is MISSING else field.default_factory()
-    words = {None: "null", True: "true", False: "false"}
-    if isinstance(value, bool) or value is None:
-        return words[value]
-    return str(value)
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, list):
+        return ", ".join(f"`{item}`" for item in value)
+    return f"`{value}`"
+
+
+def _meaning(field: Field) -> str:
+    """The help text in a cell of a table."""
+    return field.metadata["help"].replace("|", "&#124;")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_proposed_lines_are_accepted_as_they_stand_and_fit_as_they_say(path, gpu
 def test_what_a_recipe_excludes_is_not_proposed(tmp_path):
     """TRL takes either of the two fields."""
     steps = (ONE_GPU / "qwen2.5-1.5b.yaml").read_text()
-    batch = steps.replace("steps_per_generation: 128", "generation_batch_size: 512")
+    batch = steps.replace("steps_per_generation: 256", "generation_batch_size: 512")
 
     def proposed(content):
         path = tmp_path / "recipe.yaml"

@@ -115,7 +115,7 @@ def test_the_papers_speed():
 
     The paper does not say how long answers are or how much memory a cache has. Here they have 4,000 tokens, and each
     engine the 112 GiB of two shares of the recipe for 141 GB. Of answers so long the rollout-only arm fits; of the
-    longest, which `plan` counts, it would need 139.2 GiB.
+    longest, which `plan` counts, it would need 139.3 GiB.
     """
     comparison = arms_of(LARGE, "h100", gpus=8, memory=140, prompt_tokens=300, answer_tokens=4000)
     speed = speeds(comparison)
