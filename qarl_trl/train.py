@@ -38,7 +38,7 @@ On several GPUs: accelerate launch -m qarl_trl.cli {command} --config recipe.yam
 GROUPS = {
     "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon", "distill_"),
     "Quantization": ("quant", "learner_", "lora_base", "export_"),
-    "Engine and memory": ("vllm_engine_", "verify_", "sync_", "mismatch_", "max_tokens_"),
+    "Engine and memory": ("vllm_engine_", "kv_cache_", "verify_", "sync_", "mismatch_", "max_tokens_"),
 }
 
 
