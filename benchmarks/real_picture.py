@@ -39,7 +39,7 @@ def first_picture(regime: str = "g64") -> Figure:
         mismatches = [cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of(regime, arm)]
         means = [statistics.fmean(values) for values in zip(*mismatches, strict=True)]
         left.semilogy(range(1, len(means) + 1), means, color=colour, label=label)
-    left.set(title="Engine and learner apart, nats per token (measured)", xlabel="rollout batch", ylim=(3e-7, 3))
+    left.set(title="Engine-learner gap, nats per token (measured)", xlabel="rollout batch", ylim=(3e-7, 3))
     left.set_xticks(range(5, 21, 5))
     left.legend(frameon=False, ncols=3, loc="upper center")
 
