@@ -1,4 +1,4 @@
-"""The layout of docs/architecture.md: imports point one way, and the method never loads the tools."""
+"""The layout of dev/architecture.md: imports point one way, and the method never loads the tools."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import qarl_trl
 
 
 PACKAGE = Path(qarl_trl.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "architecture.md"
+PAGE = PACKAGE.parent / "dev" / "architecture.md"
 
 # The foundation below every folder but those that import nothing.
 BASE = {"_compat", "guards", "processes", "redact"}
