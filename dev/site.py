@@ -54,10 +54,7 @@ def fields_table(path: Path, name: str) -> str:
             told = {part.arg: part.value for part in node.value.keywords}
             factory = told.get("default_factory")
             default = ast.unparse(factory.body if isinstance(factory, ast.Lambda) else told["default"])
-            text = (
-                told["help"] if "help" in told else told["metadata"].values[0]
-            )  # HfArg(...), field(metadata={"help": ...})
-            meaning = re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(ast.literal_eval(text)))
+            meaning = re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(ast.literal_eval(told["help"])))
             kind = html.escape(f"{ast.unparse(node.annotation)} = {default}")
             rows.append(f"<tr><td><code>{ast.unparse(node.target)}</code><br>{kind}</td><td>{meaning}</td></tr>")
     if not rows:
