@@ -118,12 +118,12 @@ tbpo_mismatch_cap: 0
 advantage_filter: most | optim_muon: 3 | learning_rate: nan | learning_rate: inf | weight_decay: -1 | adam_beta1: 2
 adam_epsilon: -1
 max_grad_norm: -1 | warmup_ratio: 2 | warmup_ratio: -1 | logging_steps: 0 | save_steps: 0 | save_steps: -3
-save_total_limit: 0 | eval_steps: 0, eval_strategy: steps
+eval_steps: 0, eval_strategy: steps
 eval_strategy: steps, eval_dataset_name_or_path: nowhere.jsonl | quant_group_size: 0 | quant_group_size: -2
 quant_group_size: 48 | quant_group_size: 1.5
 quant_ignore: ["re:.*"] | quant_ignore: ["re:("] | quant_ignore: [5] | quant_ignore: [nothing_of_this]
 quant_ignore: {} | quant_ignore: [] | quant_targets: [Conv2d]
-quant_scheme: [W4A16] | quant_scheme: w4a16x | quant_scheme: "" | quant_scheme: NVFP4A16 | quant_kernel: fast
+quant_scheme: [W4A16] | quant_scheme: w4a16x | quant_scheme: "" | quant_kernel: fast
 learner_ops: engine, use_vllm: off
 quant_scheme: none, lora_base: frozen, use_peft: on | quant_scheme: none, quantize_learner: on, quant_group_size: 64
 quant_keep_matrices: maybe
@@ -149,11 +149,11 @@ model_name_or_path: [a] | model_name_or_path: a/b/c/d | model_name_or_path: /pro
 dataset_name_or_path: {empty} | dataset_name_or_path: {model}
 dataset_name_or_path: x.csv | dataset_name_or_path: nobody/nothing | dataset_config: nothing
 resume_from_checkpoint: {model} | resume_from_checkpoint: {data}
-resume_from_checkpoint: 3 | ignore_data_skip: on | gradient_checkpointing_kwargs: [1]
+resume_from_checkpoint: 3 | gradient_checkpointing_kwargs: [1]
 torch_compile: on, torch_compile_backend: nothing
 max_tokens_per_pass: 0 | max_tokens_per_pass: -5 | mismatch_abort_threshold: -1 | mismatch_abort_threshold: nan
 verify_sync: 0 | verify_sync: -1 | verify_sync: 1.5
-export_low_bit: maybe | save_only_model: on, save_strategy: steps | fsdp: full_shard | deepspeed: {data}
+export_low_bit: maybe | fsdp: full_shard | deepspeed: {data}
 accelerator_config: [1] | optim_args: x | lr_scheduler_kwargs: "{"
 beta: nan | num_iterations: -1 | sync_ref_model: on, beta: 0 | log_completions: maybe | max_steps: -5
 num_train_epochs: nan, max_steps: -1 | problem_column: [a]
@@ -194,7 +194,6 @@ eval {model} --suite {data} --max_new_tokens 8: --top_p 0 | --temperature inf | 
 eval {model} --suite {data} --max_new_tokens 8: --output_dir {model} | --output_dir {data} | --engine_kwargs "x"
 eval {model} --suite {data} --max_new_tokens 8: --limit x | --system_prompt a --conversational false
 eval: {data} --suite {data} | {model} --suite | {model} --suite {model} | nobody/nothing --suite {data}
-eval: {run} --suite {data} | {checkpoint} --suite {data}
 export: {model} | {model} {out} --scheme | {checkpoint} {out} --scheme x | {run} {out} | nobody/nothing {out}
 export: {model} {out} --nothing | {model} {data}/x | {model} {model}/../model
 export {model} {out}: --ignore | --targets | --group_size 0 | --group_size -7 | --group_size 1e3 | --scheme none
@@ -216,7 +215,7 @@ rope_parameters: {rope_type: nothing} | rope_parameters: x
 max_position_embeddings: 0 | max_position_embeddings: x | dtype: nothing | vocab_size: 3 | vocab_size: 0
 vocab_size: -1 | tie_word_embeddings: perhaps | eos_token_id: x
 layer_types: [nothing] | layer_types: 3 | num_key_value_heads: 3 | rms_norm_eps: -1 | attention_dropout: x
-architectures: [Nothing] | architectures: []
+architectures: [Nothing]
 model_type: qwen9 | model_type: null | model_type: bert | auto_map: x | transformers_version: 3 | initializer_range: x
 quantization_config: [] | quantization_config: {quant_method: awq} | quantization_config: {quant_method: nothing}
 quantization_config: {quant_method: 3}

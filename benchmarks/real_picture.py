@@ -1,52 +1,71 @@
 """
-Pictures from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/real.png, README's,
-and docs/pairs.png, that of docs/results.md.
+Pictures from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/first.png,
+README's, and docs/pairs.png, that of docs/results.md.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from real_arms import BEFORE
-from real_table import CHOICES, accuracy, cells_of, error_of_problems, mean_and_error, pairs_of_choice
+from real_table import CHOICES, cells_of, error_of_problems, mean_and_error, pairs_of_choice
 
 from qarl_trl.tools.report.plots import COLOURS
 
 
-LINES = {"bf16 GRPO": "bf16", "rollout-only GRPO": "rollout-only", "QaRL GRPO": "QaRL"}
-# Label, arm and which of its models is scored.
-BARS = (
-    ("start", BEFORE, "masters"),
-    ("start, 4 bits", BEFORE, "low_bit"),
-    ("bf16 GRPO", "bf16 GRPO", "masters"),
-    ("bf16 GRPO, then 4 bits", "bf16 GRPO", "low_bit"),
-    ("bf16 GRPO, then GPTQ", "bf16 GRPO", "gptq"),
-    ("rollout-only GRPO", "rollout-only GRPO", "low_bit"),
-    ("rollout-only TBPO", "rollout-only TBPO", "low_bit"),
-    ("QaRL GRPO", "QaRL GRPO", "low_bit"),
-    ("QaRL TBPO", "QaRL TBPO", "low_bit"),
-)
+# The arms of README's picture, and their names there.
+LINES = {"bf16 GRPO": "bf16 rollouts", "rollout-only GRPO": "rollout-only", "QaRL GRPO": "QaRL"}
+RECIPE = "recipes/one_gpu/qwen2.5-7b_frozen.yaml"
+# Its arms as `qarl-trl plan` prints them, from the estimated GiB of a 4090.
+MEMORY = {
+    "bf16 rollouts": r"^bf16: needs ([\d.]+)",
+    "rollout-only": r"^rollout-only W4A16: needs ([\d.]+)",
+    "QaRL, frozen base": r"^It fits: ([\d.]+)",
+}
+CARD = 23.5  # GiB of a 4090 that a process can use
 
 
-def picture(regime: str = "g64") -> Figure:
-    """Mismatch by rollout batch, mean of the seeds; held-out accuracy ± one standard error."""
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.7))
+def first_picture(regime: str = "g64") -> Figure:
+    """README's: mismatch by rollout batch, the mean of the seeds; estimated memory of a 7B model on one GPU."""
+    figure = Figure(figsize=(10, 3.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+
     for colour, (arm, label) in zip(COLOURS, LINES.items(), strict=False):
-        columns = zip(*(cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of(regime, arm)), strict=True)
-        means = [statistics.fmean(values) for values in columns]
+        mismatches = [cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of(regime, arm)]
+        means = [statistics.fmean(values) for values in zip(*mismatches, strict=True)]
         left.semilogy(range(1, len(means) + 1), means, color=colour, label=label)
-    left.set(title="Log-prob mismatch, nats per token", xlabel="rollout batch")
-    left.legend(frameon=False)
-    found = [(label, *accuracy(cells, model)) for label, arm, model in BARS if (cells := cells_of(regime, arm))]
-    labels, means, errors = zip(*found, strict=True)
-    right.barh(labels, means, xerr=errors, color=COLOURS[0], ecolor="0.3")
-    right.invert_yaxis()
-    right.set(title="Held-out answers that are right, %")
+    left.set(title="Engine-learner gap, nats per token (measured)", xlabel="rollout batch", ylim=(3e-7, 3))
+    left.set_xticks(range(5, 21, 5))
+    left.legend(frameon=False, ncols=3, loc="upper center")
+
+    memory = estimated_memory()
+    bars = right.barh(list(memory), list(memory.values()), color=COLOURS[: len(memory)])
+    right.bar_label(bars, fmt="%.1f", label_type="center", color="white")
+    right.axvline(CARD, color="0.3", linestyle="--")
+    right.text(CARD, -0.62, " a 24 GB card", color="0.3", va="center")
+    right.set(title="LoRA on a 7B model, GiB (estimated)", xlim=(0, 44))
+    right.set_ylim(len(memory) - 0.5, -0.95)
     return figure
+
+
+def estimated_memory() -> dict[str, float]:
+    """GiB of the arms of `RECIPE`, as `qarl-trl plan` estimates them."""
+    root = Path(__file__).resolve().parents[1]
+    command = [sys.executable, "-m", "qarl_trl.cli", "plan", "--config", RECIPE, "--gpu", "4090"]
+    said = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+
+    memory = {}
+    for arm, line in MEMORY.items():
+        match = re.search(line, said, re.MULTILINE)
+        if match is None:
+            raise RuntimeError(f"plan must print {line!r}, got:\n{said}")
+        memory[arm] = float(match[1])
+    return memory
 
 
 # The first four contrasts of `CHOICES`, and their names below the axis.
@@ -93,5 +112,5 @@ def pairs_picture() -> Figure:
 
 if __name__ == "__main__":
     docs = Path(__file__).resolve().parents[1] / "docs"
-    picture().savefig(docs / "real.png", dpi=100)
+    first_picture().savefig(docs / "first.png", dpi=100)
     pairs_picture().savefig(docs / "pairs.png", dpi=100)

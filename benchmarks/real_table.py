@@ -132,11 +132,6 @@ def mean_and_error(rows: list[list[float]]) -> tuple[float, float]:
     return statistics.fmean(means), variance**0.5
 
 
-def accuracy(cells: list[Cell], model: str) -> tuple[float, float]:
-    """Percent of held-out answers that are right, and its standard error (`mean_and_error`)."""
-    return mean_and_error([shares(cell, model) for cell in cells])
-
-
 def difference(first: Cell, second: Cell, models: tuple[str, str]) -> list[float]:
     """
     Points from the first to the second cell, problem by problem.

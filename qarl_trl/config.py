@@ -143,6 +143,11 @@ def _check_ranges(args: QaRLConfig) -> None:
         raise ValueError(f"min_p must be in [0, 1], got {args.min_p}.")
     if not args.repetition_penalty > 0:
         raise ValueError(f"repetition_penalty must be above 0, got {args.repetition_penalty}.")
+    # TRL refuses the first after the first answers, and takes the second.
+    if args.scale_rewards not in (True, False, "group", "batch", "none"):
+        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {args.scale_rewards!r}.")
+    if args.reward_weights and not any(args.reward_weights):
+        raise ValueError(f"reward_weights={args.reward_weights} would train nothing.")
 
 
 def _check_tbpo(args: QaRLConfig) -> None:

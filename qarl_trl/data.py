@@ -250,6 +250,10 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         _refuse_null_rows(path)
     try:
         if path is not None and path.is_file():
+            if config_name is not None:
+                logger.warning(
+                    f"The dataset {name_or_path!r} is a file, so its configuration {config_name!r} is not used."
+                )
             # A file has one split, so give it the name that is asked for, without the slice.
             # Absolute and escaped: datasets takes the name as a pattern, and the current folder is a part of it.
             files = {split.partition("[")[0]: glob.escape(str(path.absolute()))}

@@ -23,6 +23,8 @@ _ABOUT_A_FILE = {"YAMLError", "JSONDecodeError", "UnicodeDecodeError"}
 # The modules of transformers that use a model's config. transformers accepts any JSON as a config, and fails with any
 # class of error where it first uses a wrong value.
 _USES_A_CONFIG = re.compile(r"(configuration_utils|loading_report|modeling_\w+)\.py$")
+# Its functions that make a model, in which other modules and torch use the config.
+_MAKES_A_MODEL = re.compile(r"transformers/.*\.py (from_pretrained|from_config|_from_config)$")
 
 
 @contextmanager
@@ -42,7 +44,9 @@ def naming_config(models: Iterable[str]) -> Iterator[None]:
         if not _is_about_a_model(error):
             raise
         configs = [f"{model}/config.json" for model in models if os.path.isfile(f"{model}/config.json")]
-        raise ValueError(_with_paths(str(error), configs)) from error
+        # The message of a KeyError is the key alone.
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ValueError(_with_paths(message, configs)) from error
 
 
 def is_of_the_user(error: Exception) -> bool:
@@ -79,9 +83,13 @@ def _is_about_a_model(error: Exception) -> bool:
     if _class_names(error) & _ABOUT_A_MODEL:
         return True
 
-    # The innermost frame, which raised the error. The same class of error out of other code is a bug, not bad input.
-    *_, (last_frame, _) = walk_tb(error.__traceback__)
-    return bool(_USES_A_CONFIG.search(last_frame.f_code.co_filename))
+    # The same class of error out of other code is a bug, not bad input; and no memory is no error of a config.
+    codes = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    if isinstance(error, KeyError | AttributeError | TypeError | RuntimeError) and not is_of_the_user(error):
+        places = [f"{code.co_filename} {code.co_name}" for code in codes]
+        if "OutOfMemoryError" not in _class_names(error) and any(map(_MAKES_A_MODEL.search, places)):
+            return True
+    return bool(_USES_A_CONFIG.search(codes[-1].co_filename))  # the innermost, which raised the error
 
 
 def _with_paths(message: str, paths: Sequence[str]) -> str:

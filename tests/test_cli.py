@@ -118,6 +118,19 @@ def broken(checkpoint, tmp_path, monkeypatch):
     change_config("zero", num_key_value_heads=0)
     change_config("other", intermediate_size=3)
 
+    for name, values in {
+        "act": {"hidden_act": "nothing"},
+        "size": {"vocab_size": -1},
+        "bert": {"model_type": "bert"},
+    }.items():
+        shutil.copytree("whole", name)
+        change_config(name, **values)
+
+    shutil.copytree("whole", "index")
+    Path("index/model.safetensors.index.json").write_text("[]")
+    shutil.copytree("whole", "groups")
+    change_config("groups", quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
+
     rows = [json.dumps({"problem": f"{i} + 1", "answer": f"{i + 1}"}) for i in range(64)]
     Path("sums.jsonl").write_text("\n".join(rows))
     Path("no_content.jsonl").write_text('{"prompt": [{"role": "user"}], "answer": "1"}\n')
@@ -169,6 +182,11 @@ TRAIN = [
         (["export", "./binary", "out"], ["binary/config.json"]),
         (["export", "./zero", "out"], ["zero/config.json"]),
         (["export", "./other", "out"], ["other/config.json"]),
+        (["export", "./act", "out"], ["act/config.json", "KeyError: 'nothing'"]),
+        (["export", "./size", "out"], ["size/config.json", "RuntimeError"]),
+        (["export", "./index", "out"], ["index/model.safetensors.index.json must have weight_map"]),
+        (["eval", "./groups", "--suite", "sums.jsonl"], ["must have config_groups"]),
+        (["export", "./bert", "out"], ["./bert has not the weights", "missing"]),
         (["eval", "./list", "--suite", "sums.jsonl"], ["list/config.json"]),
         (
             ["eval", "whole", "--suite", "sums.jsonl", "--max_new_tokens=8", "--output_dir=sums.jsonl/x"],

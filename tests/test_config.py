@@ -71,6 +71,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"top_k": -5}, "top_k"),
         ({"top_k": -1}, "top_k"),  # transformers samples
         ({"min_p": 2.0}, "min_p"),
+        ({"scale_rewards": "x"}, "scale_rewards"),
+        ({"reward_weights": [0.0]}, "reward_weights"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         *(({"num_iterations": value}, "num_iterations") for value in ("two", 1.5)),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_enabled
@@ -65,6 +66,7 @@ def construction(
         stack.enter_context(_shared_zeros())
         if hasattr(module, "prepare_fsdp"):
             stack.enter_context(_sharded_reference(module.__name__))
+        stack.enter_context(_sharded_teacher())
         if load is not None:
             stack.enter_context(patch(f"{module.__name__}.create_model_from_path", load))
         yield
@@ -117,3 +119,23 @@ def _sharded_reference(module: str) -> AbstractContextManager:
         return prepare_fsdp(model, accelerator).eval()
 
     return patch(f"{module}.prepare_fsdp", prepare)
+
+
+def _sharded_teacher() -> AbstractContextManager:
+    """
+    Under FSDP2 shard a distillation's teacher, and send all processes its weights.
+
+    TRL (1.16) prepares it by accelerate's `Accelerator.prepare_model(teacher, evaluation_mode=True)`, which leaves a
+    model as it is under FSDP2. It would stay on the CPU, and with RAM-efficient loading it would be zero in all
+    processes but the first, without an error. TRL's reward models, which it places on a device, are left alone.
+    """
+    original = Accelerator.prepare_model
+
+    def prepare(
+        accelerator: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        if accelerator.is_fsdp2 and evaluation_mode and device_placement is None:
+            return fsdp2_prepare_model(accelerator, model).eval()
+        return original(accelerator, model, device_placement, evaluation_mode)
+
+    return patch.object(Accelerator, original.__name__, prepare)

@@ -23,6 +23,10 @@ from .scheme import scheme_for
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
 
 
+# Says which file of several holds a tensor.
+INDEX = "model.safetensors.index.json"
+
+
 def weight_map(index: Path) -> dict[str, str]:
     """
     The file of each tensor, as an index of several files says.
@@ -42,6 +46,27 @@ def weight_map(index: Path) -> dict[str, str]:
     if not isinstance(files, dict) or not all(_is_file_name(name) for name in files.values()):
         raise ValueError(f"{index} must have weight_map, with the name of a file beside it for each tensor")
     return files
+
+
+def check_index(folder: Path) -> None:
+    """
+    Refuse an index of weights that is none, or whose files are not all there.
+
+    Args:
+        folder: A model's folder, with an index or without.
+
+    Raises:
+        ValueError: as [`weight_map`] does, or for missing files.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return
+
+    files = set(weight_map(index).values())
+    missing = sorted(name for name in files if not (folder / name).is_file())
+    # transformers takes one file before an index.
+    if missing and not (folder / "model.safetensors").is_file():
+        raise ValueError(f"{index} names {missing}, which are not there. Download the model again.")
 
 
 def _is_file_name(name: Any) -> bool:
@@ -81,7 +106,7 @@ class QuantizedSource:
         The files that hold the weights: those of the index, or one. Others in the folder are backups, or of another
         model.
         """
-        index = self.folder / "model.safetensors.index.json"
+        index = self.folder / INDEX
         one = self.folder / "model.safetensors"
         if not index.exists():
             return [one]

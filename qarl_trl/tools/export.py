@@ -60,12 +60,14 @@ def main(argv: Sequence[str]) -> None:
     from ..export.files import check_apart, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
+    from ..quant.source import check_index
 
     # All that can be refused is refused before the weights are read.
     resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
     source = _find_source(args)
     # Reads only the headers of the weight files, and so finds one that is cut off.
     tensor_shapes(args.checkpoint)
+    check_index(Path(args.checkpoint))
     for folder in (args.checkpoint, source.base):
         check_apart(args.output, "output", folder)
     check_writable(args.output, "output")
@@ -155,7 +157,18 @@ def _full_checkpoint(name: str) -> ExportSource:
     if quantized_source(name) is not None:
         # Rounding low bits once more would give another model than the one that was trained.
         raise ValueError(f"{name} is quantized already. Give the checkpoint that holds the master weights.")
-    load = partial(AutoModelForCausalLM.from_pretrained, name, dtype="auto")
+
+    def load() -> Any:
+        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
+        # transformers makes up random weights for them, and only prints a table.
+        wrong = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+        if wrong:
+            raise ValueError(
+                f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
+                f"shape, first {wrong[0]}."
+            )
+        return model
+
     return ExportSource(base=name, load=load)
 
 

@@ -58,8 +58,13 @@ def check_tied(model: Any, adapter: Any) -> None:
         adapter: A `peft.LoraConfig`.
 
     Raises:
-        ValueError: with the names of the module and of its twin.
+        ValueError: with the names of the module and of its twin, or for a name that no module has.
     """
+    for name in adapter.modules_to_save or ():
+        # peft takes it in silence.
+        if not any(module.endswith(name) for module, _ in model.named_modules()):
+            raise ValueError(f"modules_to_save: the model has no module {name!r}.")
+
     copied = _copied_modules(model, adapter)
     for twin, source in model.all_tied_weights_keys.items():
         pair = [name.rpartition(".")[0] for name in (source, twin)]

@@ -47,6 +47,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         )
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
+    _check_numbers(args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
@@ -73,6 +74,15 @@ def _check_optimizer(args: RunSettings) -> None:
     # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
     if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
+
+
+def _check_numbers(args: RunSettings) -> None:
+    """Refuse (`ValueError`) numbers that the optimizer refuses late, and a number of steps that never comes."""
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"{name} must be in [0, 1), got {getattr(args, name)}.")
+    if args.save_strategy == "steps" and not args.save_steps > 0:
+        raise ValueError(f"save_steps must be above 0, got {args.save_steps}: no checkpoint would be written.")
 
 
 def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> None:

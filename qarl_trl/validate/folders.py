@@ -10,7 +10,7 @@ from ..checkpoints.lock import LOCK, holding
 from ..export import check_writable
 from ..export.files import check_apart, tensor_shapes
 from ..quant.names import base_model
-from ..quant.source import weight_map
+from ..quant.source import check_index
 from .types import RunSettings
 
 
@@ -43,15 +43,4 @@ def check_folders(model: str | nn.Module, args: RunSettings) -> None:
         check_writable(args.sync_folder, "sync_folder")
     if isinstance(model, str):
         tensor_shapes(model)
-        index = Path(model, "model.safetensors.index.json")
-        if index.is_file():
-            _check_index(index)
-
-
-def _check_index(index: Path) -> None:
-    """Refuse (`ValueError`) an index of weights that is none, or whose files are not all there."""
-    files = set(weight_map(index).values())
-    missing = sorted(name for name in files if not (index.parent / name).is_file())
-    # transformers takes one file before an index.
-    if missing and not (index.parent / "model.safetensors").is_file():
-        raise ValueError(f"{index} names {missing}, which are not there. Download the model again.")
+        check_index(Path(model))

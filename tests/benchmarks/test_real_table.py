@@ -87,7 +87,7 @@ def test_every_cell_names_a_commit_of_this_repository(tmp_path):
 def test_the_error_of_an_accuracy_holds_the_choice_of_problems_and_of_seeds():
     cells = [cell([4, 0, 2]), cell([2, 0, 0])]
 
-    mean, error = real_table.accuracy(cells, "low_bit")
+    mean, error = real_table.mean_and_error([real_table.shares(cell, "low_bit") for cell in cells])
 
     # In percent, by problem and by seed.
     problems = [75.0, 0.0, 25.0]
@@ -99,7 +99,7 @@ def test_the_error_of_an_accuracy_holds_the_choice_of_problems_and_of_seeds():
 
 
 def test_the_error_of_a_single_seed_holds_the_choice_of_problems():
-    _, error = real_table.accuracy([cell([4, 0, 2])], "low_bit")
+    _, error = real_table.mean_and_error([real_table.shares(cell([4, 0, 2]), "low_bit")])
 
     assert error == pytest.approx((2500 / 3) ** 0.5)  # of 100, 0 and 50 percent
     assert error == pytest.approx(real_table.error_of_problems([100.0, 0.0, 50.0]))

@@ -34,7 +34,7 @@ PHASES = {
     "end": 0.06,
 }
 # Phases of runs with a frozen base, and of runs that push to the Hub at their end.
-PHASES_OF_SHARING = {"base": 0.15, "push": 0.15}
+PHASES_OF_SHARING = {"base": 0.15, "push": 0.02}
 # Rollout batches of four updates, two of them an epoch; a checkpoint after each update.
 SETTINGS = {
     "per_device_train_batch_size": 4,

@@ -1,5 +1,7 @@
 """`qarl_trl.validate.adapters`: adapters that can be trained, and the words for those that cannot."""
 
+from contextlib import nullcontext
+
 import pytest
 from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
@@ -90,6 +92,16 @@ def test_a_copy_of_a_tied_weight_is_refused_before_the_model_loads(tmp_path, tin
     check(False, modules_to_save=[copied])
 
 
+def test_a_module_to_save_that_is_not_there_is_refused_before_the_model_loads(tmp_path, tiny_model):
+    """peft takes the name in silence, and trains nothing by it."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    for name, words in (("lm_haed", "no module 'lm_haed'"), ("lm_head", None)):  # the second is the control
+        arguments = {"peft_config": lora(modules_to_save=[name])}
+        refusal = pytest.raises(ValueError, match=words) if words else nullcontext()
+        with refusal:
+            check_run(str(tmp_path / "model"), config(tmp_path / "run"), arguments)
+
+
 def test_muon_and_lora_are_refused_together(tmp_path):
     with pytest.raises(ValueError, match="optim_muon must be False with LoRA"):
         check_adapter(lora(), config(tmp_path, optim_muon=True))
@@ -114,7 +126,6 @@ def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
         ({}, {"use_dora": True}, "use_dora=True"),
         ({}, {"target_modules": ["embed_tokens"]}, "'model.embed_tokens'.*is not quantized"),
         ({"use_vllm": True}, {"r": 1024}, "r must be at most 512 for vLLM"),
-        ({"use_vllm": True, "vllm_mode": "server", "sync_folder": "s"}, {}, "with vllm_mode='colocate'"),
     ],
 )
 def test_what_a_frozen_base_does_not_take_is_one_line_before_a_model_loads(

@@ -28,6 +28,21 @@ def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads
     check_arguments("no/such-model", without_quantization, kwargs)
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"adam_beta1": 2.0}, "adam_beta1"),
+        ({"adam_beta2": 1.0}, "adam_beta2"),
+        ({"save_strategy": "steps", "save_steps": 0}, "save_steps"),
+    ],
+)
+def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_path, changes, name):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        check_arguments("org/model", config(tmp_path, **changes), {})
+
+    check_arguments("org/model", config(tmp_path), {})  # control
+
+
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(TypeError, match="for QaRLTrainer a QaRLConfig.*got dict"):
         check_arguments("no/such-model", {}, {})

@@ -96,7 +96,7 @@ def precision(config: PretrainedConfig) -> str:
         config: The model's config, as it was loaded from the checkpoint.
 
     Raises:
-        ValueError: on a CPU that vLLM's engine does not support.
+        ValueError: on a CPU that vLLM's engine does not support, or for a group without weights.
     """
     stored = getattr(config, "quantization_config", {"quant_method": "not quantized"})
     device = "cpu" if is_cpu_engine() else "cuda"
@@ -106,5 +106,7 @@ def precision(config: PretrainedConfig) -> str:
         return stored["quant_method"]
 
     schemes = QuantizationConfig.model_validate(stored).config_groups.values()
+    if not schemes or any(scheme.weights is None for scheme in schemes):
+        raise ValueError("quantization_config must have config_groups, each with weights: the scheme is not known.")
     # A scheme that is not ours has only a name from its bits, so the description stands beside it.
     return ", ".join(f"{scheme_name(scheme)} ({describe_scheme(scheme)})" for scheme in schemes)

@@ -5,9 +5,10 @@ import json
 import pytest
 from conftest import make_tokenizer
 
+from qarl_trl.methods import QaRLScriptArguments
 from qarl_trl.tools.evaluate.command import _load_problems, make_parser
 from qarl_trl.tools.evaluate.suites import MATH, SUITES, find_suites, load_problems
-from qarl_trl.train import QaRLScriptArguments, load_datasets
+from qarl_trl.train import load_datasets
 
 
 ROWS = [{"problem": "1 + 1 =", "answer": "2"}, {"problem": "2 + 2 =", "answer": "4"}]
