@@ -31,7 +31,19 @@ MAY_IMPORT = {
     "validate": {"config", "trainers.settings", "rollout", "checkpoints", "export", "cpu_exact", "quant"} | BASE,
     # All of the method but trainer.py and config.py, which are made of it.
     "trainers": {
-        *("validate", "metrics", "rollout", "learner", "checkpoints", "export", "cpu_exact", "quant", "loss", "optim"),
+        *(
+            "validate",
+            "metrics",
+            "rollout",
+            "learner",
+            "checkpoints",
+            "export",
+            "cpu_exact",
+            "quant",
+            "loss",
+            "optim",
+            "options",
+        ),
         *BASE,
     },
 }
