@@ -134,7 +134,8 @@ class ExpertsGemm(Gemm):
         start = 0
         for end, expert in zip(self.offsets.tolist(), weight.prepared["experts"], strict=True):
             if end > start:
-                quantized_rows = tuple(tensor[start:end] for tensor in saved)
+                # Copies, because a kernel may want scales that begin at a multiple of 16 bytes.
+                quantized_rows = tuple(tensor[start:end].clone() for tensor in saved)
                 outputs.append(gemm.multiply(x[start:end], quantized_rows, expert))
             start = end
         return torch.cat(outputs)
