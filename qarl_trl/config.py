@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from accelerate.logging import get_logger
-from transformers.hf_argparser import HfArg
 from trl import GRPOConfig
 
 from .loss import TrustBand
+from .options import ENGINE, LOSS, option
 from .trainers.settings import LowBitConfig, changed_fields, check_fit
 
 
@@ -55,26 +55,40 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
     `loss_type` is `"tbpo"` by default. The help of each field gives its meaning, unit and source.
     """
 
-    loss_type: LossType = HfArg(default=TBPO, help="'tbpo' (paper Sec. 3.2), or one of TRL's: 'grpo', 'dapo' ...")
-    max_tokens_per_pass: int | None = HfArg(
+    loss_type: LossType = option(
+        LOSS, default=TBPO, help="'tbpo' (paper Sec. 3.2), or one of TRL's: 'grpo', 'dapo' ..."
+    )
+    max_tokens_per_pass: int | None = option(
+        ENGINE,
         default=22528,
         help="Maximum number of tokens in a forward pass of the learner. The rows of a micro-batch are packed into "
         "such passes without padding, and micro-batches of an update that fit together share one. null: padded rows, "
         "as in TRL. (Table 2: ppo_max_token_len_per_gpu.)",
     )
-    tbpo_epsilon_high: float = HfArg(default=4e-4, help="Clip ratios above 1 + this where A > 0 (eps_h, Table 2).")
-    tbpo_delta_low: float = HfArg(default=3e-4, help="Clip ratios below 1 - this where A < 0 (delta_l, Table 2).")
-    tbpo_delta_high: float = HfArg(default=7e-4, help="Clip ratios above 1 + this where A < 0 (delta_h, Table 2).")
-    tbpo_mismatch_cap: float = HfArg(default=2.0, help="c: the mismatch weight stays in [1/c, c] (Eq. 5, Table 2).")
-    advantage_filter: Literal["none", "positive"] = HfArg(
-        default="none", help="'positive' sets negative advantages to 0."
+    tbpo_epsilon_high: float = option(
+        LOSS, default=4e-4, help="Clip ratios above 1 + this where A > 0 (eps_h, Table 2)."
     )
-    mismatch_abort_threshold: float | None = HfArg(
+    tbpo_delta_low: float = option(
+        LOSS, default=3e-4, help="Clip ratios below 1 - this where A < 0 (delta_l, Table 2)."
+    )
+    tbpo_delta_high: float = option(
+        LOSS, default=7e-4, help="Clip ratios above 1 + this where A < 0 (delta_h, Table 2)."
+    )
+    tbpo_mismatch_cap: float = option(
+        LOSS, default=2.0, help="c: the mismatch weight stays in [1/c, c] (Eq. 5, Table 2)."
+    )
+    advantage_filter: Literal["none", "positive"] = option(
+        LOSS, default="none", help="'positive' sets negative advantages to 0."
+    )
+    mismatch_abort_threshold: float | None = option(
+        ENGINE,
         default=None,
         help="Stop the run when the mean absolute log-prob mismatch between engine and learner exceeds this many nats "
         "per token: for instance three times the first logged mismatch/logp_diff_mean.",
     )
-    optim_muon: bool = HfArg(default=False, help="Train matrices and experts with Muon, the rest with AdamW (Sec. 4).")
+    optim_muon: bool = option(
+        LOSS, default=False, help="Train matrices and experts with Muon, the rest with AdamW (Sec. 4)."
+    )
 
     @property
     def trust_band(self) -> TrustBand:

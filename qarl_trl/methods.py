@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .data import load_math_dataset, load_prompts, load_rows
+from .options import DATA, option
 from .rewards import REWARD_TIMEOUT_S
 
 
 # Settings of the other groups load torch, and `--help` of other commands must be instant.
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-def _arg(*, help: str, **default: Any) -> Any:
-    """A field with a help text. transformers' `HfArg` does the same, but its import takes seconds."""
-    return field(metadata={"help": help}, **default)
 
 
 # Settings of data ----------------------------------------------------------------------------------------------------
@@ -28,34 +24,50 @@ def _arg(*, help: str, **default: Any) -> Any:
 class DataArguments:
     """The fields of a recipe for data; the others belong to the trainer and the model."""
 
-    dataset_name_or_path: str | None = _arg(default=None, help="Hub id, folder, .jsonl, .json or .parquet. Required.")
-    dataset_config: str | None = _arg(default=None, help="Configuration of a Hub dataset, e.g. main of openai/gsm8k.")
-    dataset_split: str = _arg(default="train", help="Split to train on; slices such as train[:1000] work.")
-    eval_dataset_name_or_path: str | None = _arg(default=None, help="Dataset to evaluate on, for eval_strategy.")
-    eval_dataset_split: str = _arg(default="test", help="Split to evaluate on; a local file has only one.")
-    dry_run: bool = _arg(default=False, help="Only check and print the settings; load nothing.")
+    dataset_name_or_path: str | None = option(
+        DATA, default=None, help="Hub id, folder, .jsonl, .json or .parquet. Required."
+    )
+    dataset_config: str | None = option(
+        DATA, default=None, help="Configuration of a Hub dataset, e.g. main of openai/gsm8k."
+    )
+    dataset_split: str = option(DATA, default="train", help="Split to train on; slices such as train[:1000] work.")
+    eval_dataset_name_or_path: str | None = option(
+        DATA, default=None, help="Dataset to evaluate on, for eval_strategy."
+    )
+    eval_dataset_split: str = option(DATA, default="test", help="Split to evaluate on; a local file has only one.")
+    dry_run: bool = option(DATA, default=False, help="Only check and print the settings; load nothing.")
 
 
 @dataclass
 class PromptArguments(DataArguments):
     """The fields of a recipe for prompts."""
 
-    problem_column: str | None = _arg(default=None, help="Column of the problems. Unset: problem, question or prompt.")
-    prompt_template: str | None = _arg(default=None, help="Text that contains {problem}. Unset: the problem alone.")
-    system_prompt: str | None = _arg(default=None, help="System message; replaces one in the data.")
-    conversational: bool = _arg(default=True, help="Prompts as chat messages. False: as text, without chat template.")
+    problem_column: str | None = option(
+        DATA, default=None, help="Column of the problems. Unset: problem, question or prompt."
+    )
+    prompt_template: str | None = option(
+        DATA, default=None, help="Text that contains {problem}. Unset: the problem alone."
+    )
+    system_prompt: str | None = option(DATA, default=None, help="System message; replaces one in the data.")
+    conversational: bool = option(
+        DATA, default=True, help="Prompts as chat messages. False: as text, without chat template."
+    )
 
 
 @dataclass
 class QaRLScriptArguments(PromptArguments):
     """The fields of a recipe for prompts, answers and rewards."""
 
-    answer_column: str | None = _arg(default=None, help="Column of the answers (a.b: nested). Unset: answer, ...")
-    reward_funcs: list[str] = field(
-        default_factory=lambda: ["math_reward"],
-        metadata={"help": "math_reward, or import paths such as my_rewards.my_reward, also from the current folder."},
+    answer_column: str | None = option(
+        DATA, default=None, help="Column of the answers (a.b: nested). Unset: answer, ..."
     )
-    reward_timeout: float = _arg(
+    reward_funcs: list[str] = option(
+        DATA,
+        default_factory=lambda: ["math_reward"],
+        help="math_reward, or import paths such as my_rewards.my_reward, also from the current folder.",
+    )
+    reward_timeout: float = option(
+        DATA,
         default=REWARD_TIMEOUT_S,
         help="Seconds that math_reward may take for a batch. Answers that are not graded then count as wrong.",
     )
@@ -65,8 +77,8 @@ class QaRLScriptArguments(PromptArguments):
 class DistillationArguments(PromptArguments):
     """The fields of a recipe for prompts, and for completions that are there already."""
 
-    completion_column: str = _arg(
-        default="completion", help="Column of the completions, text or chat messages, for distill_on: answers."
+    completion_column: str = option(
+        DATA, default="completion", help="Column of the completions, text or chat messages, for distill_on: answers."
     )
 
 
@@ -150,38 +162,38 @@ def _load_prompts(settings: DistillationArguments, config: Any, name_or_path: st
 
 
 QARL = Method(
-    "train",
-    "Train by QaRL or GRPO on low-bit rollouts",
-    QaRLScriptArguments,
-    "config.QaRLConfig",
-    "trainer.QaRLTrainer",
-    "GRPOConfig",
-    _load_problems,
+    command="train",
+    about="Train by QaRL or GRPO on low-bit rollouts",
+    data=QaRLScriptArguments,
+    config="config.QaRLConfig",
+    trainer="trainer.QaRLTrainer",
+    trl_config="GRPOConfig",
+    load=_load_problems,
 )
 RLOO = Method(
-    "rloo",
-    "Train by TRL's RLOO on low-bit rollouts",
-    QaRLScriptArguments,
-    "trainers.configs.LowBitRLOOConfig",
-    "trainers.rloo.LowBitRLOOTrainer",
-    "RLOOConfig",
-    _load_problems,
+    command="rloo",
+    about="Train by TRL's RLOO on low-bit rollouts",
+    data=QaRLScriptArguments,
+    config="trainers.configs.LowBitRLOOConfig",
+    trainer="trainers.rloo.LowBitRLOOTrainer",
+    trl_config="RLOOConfig",
+    load=_load_problems,
 )
 SFT = Method(
-    "sft",
-    "Fine-tune low-bit weights on given texts by TRL's SFT",
-    DataArguments,
-    "trainers.configs.LowBitSFTConfig",
-    "trainers.sft.LowBitSFTTrainer",
-    "SFTConfig",
-    _load_rows,
+    command="sft",
+    about="Fine-tune low-bit weights on given texts by TRL's SFT",
+    data=DataArguments,
+    config="trainers.configs.LowBitSFTConfig",
+    trainer="trainers.sft.LowBitSFTTrainer",
+    trl_config="SFTConfig",
+    load=_load_rows,
 )
 DISTILL = Method(
-    "distill",
-    "Distill a model in high precision into low bits by TRL's distillation",
-    DistillationArguments,
-    "trainers.configs.LowBitDistillationConfig",
-    "trainers.distillation.LowBitDistillationTrainer",
-    "DistillationConfig",
-    _load_prompts,
+    command="distill",
+    about="Distill a model in high precision into low bits by TRL's distillation",
+    data=DistillationArguments,
+    config="trainers.configs.LowBitDistillationConfig",
+    trainer="trainers.distillation.LowBitDistillationTrainer",
+    trl_config="DistillationConfig",
+    load=_load_prompts,
 )

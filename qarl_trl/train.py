@@ -17,6 +17,7 @@ from .allocator import let_segments_grow
 from .data import local_path
 from .errors import naming_config
 from .methods import DISTILL, QARL, RLOO, SFT, DataArguments, Method
+from .options import DATA, GROUPS
 from .redact import redact
 from .rewards import load_rewards
 
@@ -34,12 +35,6 @@ _USAGE = """usage: qarl-trl {command} --config FILE [--key value ...]
 Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names one that it extends.
 On several GPUs: accelerate launch -m qarl_trl.cli {command} --config recipe.yaml
 """
-# Groups of our fields in `--help`, by the beginnings of their names. Those of the data come first.
-GROUPS = {
-    "Loss": ("loss_type", "tbpo_", "advantage_", "optim_muon", "distill_"),
-    "Quantization": ("quant", "learner_", "lora_base", "export_"),
-    "Engine and memory": ("vllm_engine_", "kv_cache_", "verify_", "sync_", "mismatch_", "max_tokens_"),
-}
 
 
 def parse(
@@ -61,31 +56,53 @@ def parse(
         FileNotFoundError: if the recipe or a dataset's file is missing.
         ValueError: for unknown keys and refused settings.
     """
-    import torch
-
-    from .checkpoints.resume import resume_path
     from .recipe import RecipeParser
 
     parser = RecipeParser(_groups(method))
     values = parser.read(argv)
-
-    only_checks = any_device or values.get("dry_run")
-    if only_checks and not torch.cuda.is_available():
-        # transformers then accepts a GPU's settings, bf16 among them.
-        values.setdefault("use_cpu", True)
-    if not only_checks and not engine_only:
-        # Before the settings are built, which asks torch about its devices.
-        let_segments_grow(values)
+    # Before the settings are built, which asks torch about its devices.
+    _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
     script_args, training_args, model_args = parser.build(values)
     if not model_args.model_name_or_path:
         raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
 
     if not engine_only:
-        # Before a model loads, which takes minutes.
-        _check_data(script_args, with_eval=training_args.eval_strategy != "no")
-        training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
+        _find_data_and_checkpoint(script_args, training_args)
     return script_args, training_args, model_args
+
+
+def _prepare_devices(values: dict[str, Any], only_checks: bool, engine_only: bool) -> None:
+    """
+    Let a recipe for GPUs be checked without one, or set up the memory of the GPU that a run will have.
+
+    Args:
+        values: The keys of the recipe; may get `use_cpu`.
+        only_checks: Nothing will run, so the devices may be missing.
+        engine_only: The learner is elsewhere.
+    """
+    import torch
+
+    if only_checks:
+        if not torch.cuda.is_available():
+            # transformers then accepts a GPU's settings, bf16 among them.
+            values.setdefault("use_cpu", True)
+    elif not engine_only:
+        let_segments_grow(values)
+
+
+def _find_data_and_checkpoint(script_args: DataArguments, training_args: Any) -> None:
+    """
+    Refuse missing data, and make `resume_from_checkpoint` a path: before a model loads, which takes minutes.
+
+    Args:
+        script_args: Where the data are.
+        training_args: Modified in place.
+    """
+    from .checkpoints.resume import resume_path
+
+    _check_data(script_args, with_eval=training_args.eval_strategy != "no")
+    training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
 def _groups(method: Method = QARL) -> tuple[type, ...]:
@@ -110,24 +127,28 @@ def _check_data(script_args: DataArguments, with_eval: bool) -> None:
 
 def describe_options(method: Method = QARL) -> str:
     """The text of `--help`: our fields in groups."""
-    data_group, config_group, _ = _groups(method)
-    of_data = tuple(option.name for option in fields(data_group))
-    added = _names_of_ours(config_group)
-    options = [*fields(data_group), *(option for option in fields(config_group) if option.name in added)]
-
-    title = "Data and rewards" if method.has_rewards else "Data"
+    options = options_of(method)
     lines = [_USAGE.format(command=method.command, about=method.about)]
-    for group, starts in ({title: of_data} | GROUPS).items():
-        described = [_describe_option(option) for option in options if option.name.startswith(starts)]
-        if described:
-            lines += [f"{group}\n", *described, ""]
+    for group in GROUPS:
+        described = [_describe_option(option) for option in options if option.metadata["group"] == group]
+        if not described:
+            continue
+        title = "Data and rewards" if group == DATA and method.has_rewards else group
+        lines += [f"{title}\n", *described, ""]
 
     lines.append(f"TRL's options: the fields of {method.trl_config} and ModelConfig, https://huggingface.co/docs/trl")
     return "\n".join(lines)
 
 
+def options_of(method: Method) -> list[Field]:
+    """The fields that this package adds to TRL's settings, or gives another meaning."""
+    data_group, config_group, _ = _groups(method)
+    added = _names_of_ours(config_group)
+    return [*fields(data_group), *(option for option in fields(config_group) if option.name in added)]
+
+
 def _names_of_ours(config: type) -> set[str]:
-    """The fields of a config that this package adds to TRL's, or gives another meaning."""
+    """The names of those fields of a config."""
     names: set[str] = set()
     for base in config.__mro__:
         if base.__module__.startswith("qarl_trl."):
@@ -155,20 +176,13 @@ def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, 
     """
     from trl import get_peft_config, get_quantization_config
 
+    training_args.model_init_kwargs = model_settings(training_args, model_args)
+
     rewards = {}
     if method.has_rewards:
         rewards["reward_funcs"] = load_rewards(script_args.reward_funcs, script_args.reward_timeout)
     with_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset = load_datasets(script_args, with_eval, training_args, method)
-
-    model_settings = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        "trust_remote_code": training_args.trust_remote_code,
-    }
-    # What the user sets there counts.
-    training_args.model_init_kwargs = model_settings | (training_args.model_init_kwargs or {})
 
     with naming_config([model_args.model_name_or_path]):
         return method.trainer_class()(
@@ -180,6 +194,23 @@ def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, 
             peft_config=get_peft_config(model_args),
             **rewards,
         )
+
+
+def model_settings(training_args: Any, model_args: ModelConfig) -> dict[str, Any]:
+    """
+    The arguments of `from_pretrained` by which a recipe's model loads.
+
+    Args:
+        training_args: From [`parse`]. What its `model_init_kwargs` set counts.
+        model_args: From [`parse`].
+    """
+    of_recipe = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        "trust_remote_code": training_args.trust_remote_code,
+    }
+    return of_recipe | (training_args.model_init_kwargs or {})
 
 
 def train(trainer: Any, dataset: str | None, method: Method = QARL) -> None:

@@ -1,4 +1,4 @@
-"""The layout of docs/architecture.md: imports point one way, and the method never loads the tools."""
+"""The layout of dev/architecture.md: imports point one way, and the method never loads the tools."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ import qarl_trl
 
 
 PACKAGE = Path(qarl_trl.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "architecture.md"
+PAGE = PACKAGE.parent / "dev" / "architecture.md"
 
 # The foundation below every folder but those that import nothing.
 BASE = {"_compat", "guards", "processes", "redact"}
@@ -31,7 +31,19 @@ MAY_IMPORT = {
     "validate": {"config", "trainers.settings", "rollout", "checkpoints", "export", "cpu_exact", "quant"} | BASE,
     # All of the method but trainer.py and config.py, which are made of it.
     "trainers": {
-        *("validate", "metrics", "rollout", "learner", "checkpoints", "export", "cpu_exact", "quant", "loss", "optim"),
+        *(
+            "validate",
+            "metrics",
+            "rollout",
+            "learner",
+            "checkpoints",
+            "export",
+            "cpu_exact",
+            "quant",
+            "loss",
+            "optim",
+            "options",
+        ),
         *BASE,
     },
 }

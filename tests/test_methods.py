@@ -1,14 +1,17 @@
 """`qarl_trl.methods`: the commands `sft`, `rloo` and `distill`, from a recipe to a model that vLLM loads."""
 
 import json
+import re
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 from slow.toys import save_model, stored_tensors
 
-from qarl_trl import cli
+from qarl_trl import cli, train
 from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
-from qarl_trl.train import _groups, parse
+from qarl_trl.options import GROUPS
+from qarl_trl.train import _groups, describe_options, options_of, parse
 
 
 METHODS = {"sft": SFT, "rloo": RLOO, "distill": DISTILL}
@@ -78,6 +81,33 @@ def test_help_names_the_command_and_its_own_fields(capsys, command):
     assert "--tbpo_delta_low" not in said
     assert METHODS[command].trl_config in said
     assert "--quant_scheme" in said
+
+
+@pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
+def test_each_field_of_ours_is_in_a_group_and_in_the_help(method):
+    """`kv_cache_dtype` was in none."""
+    data, config, _ = _groups(method)
+    stock = {field.name for base in config.__mro__ if base.__name__ == method.trl_config for field in fields(base)}
+    ours = {field.name for group in (data, config) for field in fields(group)} - stock
+    if method is QARL:
+        ours.add("loss_type")  # TRL's too, with other values
+
+    options = options_of(method)
+    printed = re.findall(r"^  --(\w+)$", describe_options(method), re.MULTILINE)
+
+    assert all(option.metadata.get("group") in GROUPS for option in options)
+    assert sorted(option.name for option in options) == sorted(ours)
+    assert sorted(printed) == sorted(ours)
+    assert "kv_cache_dtype" in printed
+
+
+def test_the_help_refuses_a_field_without_a_group(monkeypatch):
+    """Control."""
+    without = SimpleNamespace(name="new_field", metadata={"help": "Something."}, default=None)
+    monkeypatch.setattr(train, "options_of", lambda method: [without])
+
+    with pytest.raises(KeyError, match="group"):
+        describe_options(QARL)
 
 
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)

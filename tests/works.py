@@ -1,5 +1,5 @@
 """
-What works, what is refused and what nobody tried: the table of docs/what_works.md, each row with its test.
+What works, what is refused and what nobody tried: the lists of docs/what_works.md, each row with its test.
 
 `python tests/works.py` writes the page.
 """
@@ -20,11 +20,11 @@ NOT_TRIED = "not tried"
 
 HEAD = """# What works, what does not
 
-Each row names the test that shows it. "refused" stops with one line before a model loads, unless the row says when.
-"not tried" means that no test runs it: it may work. "engine" is vLLM's engine on a CPU; on GPUs ran what
-[CONTRIBUTING](../CONTRIBUTING.md#versions) lists.
+What works or is refused links to the file of its test. A refused setting stops the run with one line, as a rule
+before a model loads. What is not tried has no test: it may work.
+"Engine" is vLLM's engine on a CPU. What ran on GPUs: [versions](../CONTRIBUTING.md#versions).
 
-`tests/works.py` writes this page.
+<!-- Written by tests/works.py. -->
 """
 
 
@@ -168,7 +168,7 @@ SECTIONS: dict[str, list[Row]] = {
             "Mistral, Granite, Phi-3, Gemma-3, Cohere, Falcon-H1",
             NOT_TRIED,
             "",
-            "all but the last two ran once by hand",
+            "all but Cohere and Falcon-H1 ran once by hand",
         ),
         Row("vision-language models", NOT_TRIED),
     ],
@@ -229,7 +229,7 @@ SECTIONS: dict[str, list[Row]] = {
             "FSDP2",
             WORKS,
             "test_processes_train_one_model_and_every_engine_gets_it",
-            "shown on CPUs with accelerate bent; on GPUs not tried",
+            "on CPUs, with a changed accelerate; on GPUs not tried",
         ),
         Row("HSDP", WORKS, "test_two_nodes_train_one_model", "without an engine"),
         Row("DeepSpeed ZeRO-3", WORKS, "test_zero3_syncs_and_trains_as_ddp"),
@@ -265,21 +265,21 @@ def page() -> str:
     """The page, in Markdown."""
     lines = [HEAD]
     for title, rows in SECTIONS.items():
-        lines += [f"## {title}\n", "| | | test |", "| --- | --- | --- |"]
-        for row in rows:
-            state = f"{row.state}; {row.note}" if row.note else row.state
-            lines.append(f"| {row.what} | {state} | {_link(row.test)} |")
-        lines.append("")
+        lines.append(f"## {title}\n")
+        for state in (WORKS, REFUSED, NOT_TRIED):
+            items = [_item(row) for row in rows if row.state == state]
+            if items:
+                lines += [f"**{state.capitalize()}**\n", *items, ""]
     return "\n".join(lines)
 
 
-def _link(test: str) -> str:
-    """A link to the file of a test, with the test's name in words."""
-    if not test:
-        return ""
-    path = files_with(test)[0].relative_to(ROOT)
-    words = test.rpartition("::")[2].removeprefix("test_").replace("_", " ")
-    return f"[{words}](../{path})"
+def _item(row: Row) -> str:
+    """A row as an item of a list, with a link to the file of its test."""
+    what = row.what
+    if row.test:
+        path = files_with(row.test)[0].relative_to(ROOT)
+        what = f"[{row.what}](../{path})"
+    return f"- {what}: {row.note}" if row.note else f"- {what}"
 
 
 if __name__ == "__main__":

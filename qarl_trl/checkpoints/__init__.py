@@ -1,1 +1,1 @@
-"""Training checkpoints: complete or absent, and resumed bit for bit (dev/reliability.md)."""
+"""Training checkpoints: complete or absent, and resumed bit for bit (dev/architecture.md)."""

@@ -280,7 +280,8 @@ def _names_of_rewards(rewards: Any) -> list[str]:
 def _name_of_reward(reward: Any) -> str:
     """Module and qualified name of a function; the name of a reward model."""
     if isinstance(reward, nn.Module):
-        reward = reward.config._name_or_path
+        config: Any = reward.config
+        reward = config._name_or_path
     if isinstance(reward, str):
         # A folder may move.
         return Path(reward).name if Path(reward).is_dir() else reward

@@ -89,9 +89,25 @@ def apply_quantization(
 
 
 def remove_quantization(model: nn.Module) -> nn.Module:
-    """Give every low-bit layer of `model` its former class. Master weights do not change."""
-    for _, module in list(quantized_modules(model)):
-        module.restore()
+    """
+    Give every low-bit layer of `model` its former class. Master weights do not change.
+
+    Args:
+        model: Modified in place.
+
+    Raises:
+        ValueError: if it has a frozen base, whose layers have no master weights.
+    """
+    layers = list(quantized_modules(model))
+    frozen = [name for name, layer in layers if layer.frozen_weight is not None]
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} layers are a frozen base without master weights (first: {frozen[0]!r}), so nothing would "
+            "be left to multiply by. Load the model again with from_pretrained or load_master_weights."
+        )
+
+    for _, layer in layers:
+        layer.restore()
     return model
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from .supported import SUPPORTED, SchemeSupport
 
 
-# Every path casts a weight to this dtype before it quantizes (docs/numerics.md).
+# Every path casts a weight to this dtype before it quantizes (dev/numerics.md).
 MASTER_CAST_DTYPE = torch.bfloat16
 # Routers decide which expert sees a token: a flipped decision costs more than the few bytes saved.
 DEFAULT_IGNORE = ("lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", r"re:.*shared_expert_gate$")

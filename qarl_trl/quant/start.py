@@ -2,7 +2,7 @@
 (paper Sec. 3.1).
 
 transformers' own loader of such a checkpoint leaves scales and replaced forwards in the model, multiplies in float32
-where the master weights are float32, and loads broken checkpoints without an error (dev/trl.md).
+where the master weights are float32, and loads broken checkpoints without an error (dev/log.md).
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ The store also knows where master weights are: whole, sharded by FSDP2 or ZeRO-3
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,42 +19,13 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdRef
 
+from .kept import NOT_TRAINED, UNKNOWN, KeptWeights, State, identity
 from .layers.layer import LowBitLayer, quantized_modules
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
 from .sharding.gathers import GatheredWeight, is_master_shard, make_master_shards
 from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import Gather, checkpoint_stream
-
-
-# Changes of parameters that need no gradient, and of those whose changes nobody counts.
-NOT_TRAINED = -1
-UNKNOWN = -2
-
-
-@dataclass(frozen=True)
-class _State:
-    """
-    A state of master weights: equal ones mean an equal low-bit weight.
-
-    Attributes:
-        changes: How often the store was told of a change so far; `NOT_TRAINED`, or `UNKNOWN` if nobody tells it.
-        others: What else the low-bit weight depends on.
-        identities: Object, address and version of each parameter that is whole; empty for shards.
-    """
-
-    changes: int
-    others: tuple[Any, ...]
-    identities: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A low-bit weight, and the state of the master weights that it was made from."""
-
-    weight: LowBitWeight
-    state: _State
 
 
 class LowBitStore:
@@ -80,8 +50,7 @@ class LowBitStore:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        # By layer, then by the name of the weight. Weak, so that a deleted layer's weights go with it.
-        self._kept: weakref.WeakKeyDictionary[Any, dict[str, _Kept]] = weakref.WeakKeyDictionary()
+        self._kept = KeptWeights()
         self._changes = 0
         self._is_told = False
         self._sharded = False
@@ -177,7 +146,7 @@ class LowBitStore:
 
         # The master weight is here: whole, or a shard that is gathered to be quantized.
         state = self._state_of(layer, name, parameters)
-        return self._keep(layer, name, state, lambda: self._quantize(layer, name, parameters))
+        return self._kept.get(layer, name, state, lambda: self._quantize(layer, name, parameters))
 
     @torch.no_grad()
     def rows_of(self, layer: LowBitLayer, parameter: str) -> LowBitWeight:
@@ -186,15 +155,15 @@ class LowBitStore:
         shard = weight.to_local()
         # A write to a shard raises one of the two versions.
         versions = (shard.data_ptr(), shard._version, weight._version)
-        state = _State(self._changes_of([weight]), versions)
-        return self._keep(layer, parameter, state, lambda: quantize_rows(weight, layer.scheme))
+        state = State(self._changes_of([weight]), versions)
+        return self._kept.get(layer, parameter, state, lambda: quantize_rows(weight, layer.scheme))
 
     def kept(self) -> dict[str, LowBitWeight]:
         """The low-bit weights that the store keeps now, by `layer.weight`; under FSDP2 the rows of this process."""
         weights = {}
         for layer_name, layer in self.layers():
-            for name, kept in self._kept.get(layer, {}).items():
-                weights[f"{layer_name}.{name}"] = kept.weight
+            for name, weight in self._kept.of_layer(layer).items():
+                weights[f"{layer_name}.{name}"] = weight
         return weights
 
     # All weights -----------------------------------------------------------------------------------------------------
@@ -224,10 +193,9 @@ class LowBitStore:
 
         # Also what else is made from these master weights: LoRA's base, which the reference model multiplies by.
         sources = set(layer.source_names(name))
-        of_layer = self._kept.get(layer, {})
-        for other in list(of_layer):
-            if sources & set(layer.source_names(other)):
-                del of_layer[other]
+        kept = self._kept.of_layer(layer)
+        self._kept.drop(layer, [other for other in kept if sources & set(layer.source_names(other))])
+        del kept  # frees the old values before new ones are made
         return self.weight_of(layer, name)
 
     # Sharding --------------------------------------------------------------------------------------------------------
@@ -249,18 +217,7 @@ class LowBitStore:
         model = self._model_if_any()
         self._sharded = model is not None and _is_sharded(model)
 
-    def _keep(self, layer: LowBitLayer, name: str, state: _State, make: Callable[[], LowBitWeight]) -> LowBitWeight:
-        """The kept weight, if it was made in this `state`; otherwise a new one, which is kept."""
-        of_layer = self._kept.setdefault(layer, {})
-        kept = of_layer.pop(name, None)
-        if kept is None or kept.state != state or state.changes == UNKNOWN:
-            del kept  # frees the old values before new ones are made
-            kept = _Kept(make(), state)
-
-        of_layer[name] = kept
-        return kept.weight
-
-    def _state_of(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> _State:
+    def _state_of(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> State:
         """The state of the master weights that a low-bit weight would be made from now."""
         # A layer that shares its global scale changes with the weights of the others.
         changes = self._changes_of([*parameters, *(other.weight for other in layer.merged_with)])
@@ -268,11 +225,9 @@ class LowBitStore:
         if self._sharded or any(map(_is_shard, parameters)):
             # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same
             # version, and ZeRO-3 puts it at another address in each forward.
-            return _State(changes, others)
+            return State(changes, others)
 
-        # Address and version are not enough: a new parameter may be at the address of a freed one, with its version.
-        identities = tuple((WeakIdRef(param), param.data_ptr(), param._version) for param in parameters)
-        return _State(changes, others, identities)
+        return State(changes, others, tuple(identity(param) for param in parameters))
 
     def _changes_of(self, parameters: list[Any]) -> int:
         """How often one of these parameters may have changed."""

@@ -68,11 +68,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
         sync_seconds: Seconds of syncs and their checks since `reset_clock`.
         synced_bytes: Size of the last sync.
         num_syncs: Number of syncs so far.
+        frozen: Whether syncs send the base once and then only the adapter.
         alone: Whether this process generates while others may not, so that it must not wait for them.
     """
 
     alone = False
-    _adapter_folder: AdapterFolder | None = None  # vLLM loads the adapter of a frozen base from a file
+    frozen = False
+    _adapter_folder: AdapterFolder  # of a colocated engine beside a frozen base, which loads the adapter from a file
 
     def __init__(
         self,
@@ -92,9 +94,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         self.sync_folder = sync_folder
         self.sync_check = sync_check
         self.seed = seed
-
-        if frozen:
-            self._adapter_folder = AdapterFolder(adapter_place(model))
+        self.frozen = frozen
 
         self.synced_bytes = 0
         self.num_syncs = 0
@@ -151,6 +151,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
             super()._init_vllm()
         linear_layer.use_settings_of(self.llm)
 
+        if self.frozen:
+            self._adapter_folder = AdapterFolder(adapter_place(self.model))
+            adapters.sample_with(self.llm, self._adapter_folder.path)
+
     def _look_before(self, llm: Any) -> None:
         """Let the sync check score the random weights: TRL puts the engine to sleep right after it built it."""
         if self.sync_check is not None:
@@ -159,7 +163,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
     def _llm_arguments(self) -> dict[str, Any]:
         """The arguments of `vllm.LLM` that TRL does not give or gives otherwise."""
         arguments = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
-        if self._adapter_folder:
+        if self.frozen:
             arguments |= adapters.settings_of(self.model)
 
         # The ranks of one engine share a seed, and no two engines of a run do.
@@ -172,7 +176,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """Find the server, refuse one that does not match this run, and let the sync check score random weights."""
         self.enable_sleep_mode = False  # the server has GPUs of its own
         cache_dtype = self.engine_kwargs.get("kv_cache_dtype", "auto")
-        adapter = adapters.settings_of(self.model) if self._adapter_folder else None
+        adapter = adapters.settings_of(self.model) if self.frozen else None
         needed = engine_facts(self.model.config, self.quantization_config, cache_dtype, adapter)
 
         def connect() -> bool:
@@ -220,7 +224,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             else:
                 yield from iter_low_bit_weights(self.model, self._dist.gather_params)
 
-        if self._adapter_folder:
+        if self.frozen:
             from ..quant.layers.frozen import adapter_tensors  # imports peft
 
             yield from adapter_tensors(self.model)
@@ -228,9 +232,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
     @property
     def _sends_base(self) -> bool:
         """Whether the next sync sends more than the adapter of a frozen base."""
-        is_frozen = self._adapter_folder is not None
         engine_has_base = self.num_syncs > 0 and not self.enable_sleep_mode  # sleep drops it
-        return not (is_frozen and engine_has_base)
+        return not (self.frozen and engine_has_base)
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """
@@ -242,7 +245,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 self.vllm_client.sync(weights)
             return
 
-        if self._adapter_folder:
+        if self.frozen:
             adapters.send(self.llm, weights, self._adapter_folder.path)
         else:
             reloading.reload_engine(self.llm, weights)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from transformers.hf_argparser import HfArg
 from trl import DistillationConfig, RLOOConfig, SFTConfig
 
+from ..options import LOSS, option
 from .settings import LowBitConfig
 
 
@@ -41,7 +41,8 @@ class LowBitDistillationConfig(LowBitConfig, DistillationConfig):
     Without `teacher_model_name_or_path` the teacher is the run's own start in high precision.
     """
 
-    distill_on: Literal["rollouts", "answers"] = HfArg(
+    distill_on: Literal["rollouts", "answers"] = option(
+        LOSS,
         default="rollouts",
         help="Where teacher and student are compared. 'rollouts': on what the student samples, as in TRL. 'answers': "
         "on the column `completion` of the data, so that nothing is sampled.",

@@ -51,8 +51,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     trainer.
 
     Args:
-        positional, named: The arguments of the TRL trainer. Among them must be `model`, and a config with
-            [`LowBitConfig`] as `args`.
+        *positional: The arguments of the TRL trainer. Among them must be `model`, and a config with [`LowBitConfig`]
+            as `args`.
+        **named: The same by name.
 
     Raises:
         TypeError: if there is no config, or one without [`LowBitConfig`].

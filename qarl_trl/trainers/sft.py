@@ -14,8 +14,7 @@ class LowBitSFTTrainer(LowBitMixin, SFTTrainer):
 
     With `quant_scheme="none"` it is TRL's trainer, bit for bit.
 
-    Args:
-        positional, named: The arguments of [`~trl.SFTTrainer`], with a [`LowBitSFTConfig`] as `args`.
+    It takes the arguments of [`~trl.SFTTrainer`], with a [`LowBitSFTConfig`] as `args`.
 
     Raises:
         ValueError: if model, settings and data do not go together; raised before any weights load.

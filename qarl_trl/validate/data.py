@@ -56,8 +56,10 @@ def _check_columns(data: Dataset, trainer_arguments: TrainerArguments, args: Run
 
     # Only SFT's config has it.
     text_field = getattr(args, "dataset_text_field", None)
-    prepared = trainer_arguments.get("formatting_func") or (args.dataset_kwargs if text_field else None)
-    if text_field is None or prepared:
+    if text_field is None:
+        return
+    # Who formats or prepares rows on their own has columns of their own.
+    if trainer_arguments.get("formatting_func") or args.dataset_kwargs:
         return
 
     pairs = {"prompt", "completion"} <= columns

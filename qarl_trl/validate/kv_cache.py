@@ -58,7 +58,7 @@ def check_cache_device(args: RunSettings, device_type: str) -> None:
     if args.aligned_cache is not None and device_type != "cpu":
         raise ValueError(
             f"{setting} on a {device_type} device: there vLLM also rounds queries or attention probabilities to "
-            "float8, and the learner does not (docs/numerics.md). quantize_learner_kv: false leaves them unaligned."
+            "float8, and the learner does not (docs/schemes.md). quantize_learner_kv: false leaves them unaligned."
         )
 
 

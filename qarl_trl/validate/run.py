@@ -46,8 +46,7 @@ def check_run(
     """
     check_arguments(model, args, trainer_arguments)
     # Only the first process: all share these folders, and a second one would find the lock taken.
-    if args.process_index == 0:
-        check_folders(model, args)
+    on_first(args, lambda: check_folders(model, args))
     check_data(trainer_arguments, args)
 
     source = find_source(model, args)
@@ -58,8 +57,6 @@ def check_run(
         for adapter in adapter_configs(model, trainer_arguments.get("peft_config")):
             if adapter.modules_to_save:
                 check_tied(skeleton(config, args), adapter)
-
-    if args.quantized:
         check_attention(model, config, args)
     check_kv_cache(model, config, args)
     if _needs_layer_check(config, args):
@@ -76,8 +73,8 @@ def check_run(
         check_host_memory(config, args)
 
     # This comes last because it creates the repository, which a run that is refused must not do.
-    if args.push_to_hub and args.process_index == 0:
-        repository_of(args)
+    if args.push_to_hub:
+        on_first(args, lambda: repository_of(args))
     return source
 
 

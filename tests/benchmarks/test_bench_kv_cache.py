@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_table_of_the_docs_is_what_the_script_prints():
     results = json.loads(bench_kv_cache.FILE.read_text())
-    _, _, after = (ROOT / "docs/numerics.md").read_text().partition("<!-- kv cache -->\n")
+    _, _, after = (ROOT / "dev/numerics.md").read_text().partition("<!-- kv cache -->\n")
     shown, _, _ = after.partition("\n<!-- end -->")
 
     assert shown == bench_kv_cache.table(results)

@@ -16,8 +16,8 @@ FIGURES = json.loads((ROOT / "benchmarks" / "results" / "bench_mismatch.json").r
 @pytest.mark.parametrize(
     ("page", "name", "table"),
     [
-        ("docs/numerics.md", "mismatch", bench_mismatch.mismatch_table),
-        ("docs/numerics.md", "lora", bench_mismatch.lora_table),
+        ("dev/numerics.md", "mismatch", bench_mismatch.mismatch_table),
+        ("dev/numerics.md", "lora", bench_mismatch.lora_table),
         ("dev/numerics.md", "sync check", bench_mismatch.sync_check_table),
     ],
 )

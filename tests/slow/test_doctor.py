@@ -16,7 +16,7 @@ from slow.toys import prompts, save_model, settings
 pytestmark = pytest.mark.slow
 
 
-def _measure(model: str, folder: str) -> dict[str, Any]:
+def _measure(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
     """What doctor measures and judges, of the learner of a run and of one that computes something else."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,7 +25,7 @@ def _measure(model: str, folder: str) -> dict[str, Any]:
     from qarl_trl.tools.doctor.judge import judge_mismatch
     from qarl_trl.trainers.low_bit import quantize_policy
 
-    args = QaRLConfig(**settings(Path(folder)))
+    args = QaRLConfig(**settings(Path(folder), **changes))
     tokenizer = AutoTokenizer.from_pretrained(model)
     prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in prompts(16)]
 
@@ -57,10 +57,11 @@ def _measure(model: str, folder: str) -> dict[str, Any]:
     }
 
 
-def test_the_low_bit_learner_removes_the_logp_diff_and_one_that_computes_something_else_fails(tmp_path):
+@pytest.mark.parametrize("changes", [{}, {"lora_base": "frozen"}], ids=["master weights", "frozen base"])
+def test_the_low_bit_learner_removes_the_logp_diff_and_one_that_computes_something_else_fails(tmp_path, changes):
     model = save_model(tmp_path / "model", layers=4)
 
-    measured = isolated(_measure, model, str(tmp_path / "run"))
+    measured = isolated(_measure, model, str(tmp_path / "run"), changes)
 
     mismatch = measured["mismatch"]
     assert mismatch.rollout_only > 5 * mismatch.floor > 0

@@ -124,7 +124,7 @@ def test_the_grader_takes_gold_answers_and_no_others(name):
     of_rotated = _share_correct(rotated, answers, differing)
     of_broken = _share_correct(broken, answers, differing)
 
-    print(name, len(answers), sum(differing), of_gold, of_rotated, of_broken)  # the table of docs/after_training.md
+    print(name, len(answers), sum(differing), of_gold, of_rotated, of_broken)  # the table of dev/numerics.md
     assert of_gold >= 0.99
     assert of_rotated <= 0.01
     assert of_broken == 0.0

@@ -117,7 +117,9 @@ def _adapter_engine(folder: str) -> tuple[Any, Callable[[Any], None]]:
 
     settings = adapters.lora_settings({name: factor.shape for name, factor in factors.items()})
     tensors = [*base.items(), *factors.items()]
-    return _start(model, folder, **settings), lambda llm: adapters.send(llm, tensors, Path(folder))
+    llm = _start(model, folder, **settings)
+    adapters.sample_with(llm, Path(folder))
+    return llm, lambda llm: adapters.send(llm, tensors, Path(folder))
 
 
 def _low_bit_model(folder: str) -> Any:

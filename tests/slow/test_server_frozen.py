@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,11 @@ def _train(place: dict[str, Any], server: bool) -> dict[str, Any]:
     randomize_adapter(trainer.model)
 
     engine = trainer.vllm_generation
-    llm = engine if server else engine.llm
+    logps = engine.prompt_logps if server else partial(engine_logps, engine.llm)
     tokens = engine.sync_check.token_ids
     engine.sync_weights()
     first_bytes = engine.synced_bytes
-    first = engine_logps(llm, tokens)
+    first = logps(tokens)
     trainer.train()
 
     trained = sum(param.numel() for param in trainer.model.parameters() if param.requires_grad)
@@ -58,7 +59,7 @@ def _train(place: dict[str, Any], server: bool) -> dict[str, Any]:
         "bytes": [first_bytes, engine.synced_bytes],
         "adapter": 2 * trained,  # in bfloat16
         "first": first.tolist(),
-        "last": engine_logps(llm, tokens).tolist(),
+        "last": logps(tokens).tolist(),
         "without": _without_adapter(engine) if server else None,
         "left": [str(path) for path in Path(place["folder"], "syncs").glob("*")],
     }

@@ -34,7 +34,7 @@ from slow.zero3 import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.deepspeed]
 if importlib.util.find_spec("deepspeed") is None:
-    pytest.skip("DeepSpeed is not installed: dev/memory.md says how to get it for a CPU", allow_module_level=True)
+    pytest.skip("DeepSpeed is not installed: dev/plan.md says how to get it for a CPU", allow_module_level=True)
 
 Arrays = dict[str, np.ndarray]
 
@@ -365,7 +365,7 @@ def _low_bit_size(store: Any) -> int:
 
 @pytest.mark.parametrize("kind", ["lora", "experts"])
 def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
-    """The table of dev/memory.md, within 0.1 %. Nothing else of that size stays."""
+    """The table of dev/plan.md, within 0.1 %. Nothing else of that size stays."""
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     adapter = random_adapter() if kind == "lora" else None
     expected = _planned_bytes(model, adapter)
@@ -378,7 +378,7 @@ def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
 
 
 def _planned_bytes(model: str, adapter: Any) -> dict[str, int]:
-    """What each of two ranks keeps, by the formulas of dev/memory.md."""
+    """What each of two ranks keeps, by the formulas of dev/plan.md."""
     skeleton = meta.model_without_weights(meta.read_config(model), torch.float32, adapter, quantization="W4A16")
     parameters = meta.parameters(skeleton, "adamw_torch")
 

@@ -48,7 +48,7 @@ def trainer_of_two(
 ) -> Any:
     """The trainer of one of two processes, under ZeRO-3 with DeepSpeed's `settings`, or under DDP."""
     torch.set_num_threads(1)
-    # DeepSpeed cuts the matrices that Muon needs whole, and clips by a rounded reciprocal of the norm (dev/memory.md).
+    # DeepSpeed cuts the matrices that Muon needs whole, and clips by a rounded reciprocal of the norm (dev/plan.md).
     arguments: dict[str, Any] = {"bf16": bf16, "optim_muon": False, "max_grad_norm": 1e9}
     if zero3:
         _launch(Path(f"{folder}_{os.environ['RANK']}.json"), bf16, settings)

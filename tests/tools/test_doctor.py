@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import make_model, make_tokenizer
 
-from qarl_trl import cli
+from qarl_trl import QaRLConfig, cli
 from qarl_trl._compat import versions
+from qarl_trl.quant.layers.layer import quantized_modules
 from qarl_trl.rewards import last_boxed, math_reward
 from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, measure, rewards
 
@@ -273,6 +275,74 @@ def test_conversational_rows_get_messages():
 # The mismatch --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def of_run(recipe, tmp_path):
+    """A function from changed settings to the model's folder and a config."""
+
+    def settings(**changes):
+        args = QaRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], **changes)
+        return str(Path(recipe).parent / "model"), args
+
+    return settings
+
+
+def test_the_learner_of_a_frozen_base_has_its_low_bit_layers(of_run):
+    """It had none: the number of "QaRL" was a bf16 learner's."""
+    folder, args = of_run(lora_base="frozen", model_init_kwargs={"dtype": "bfloat16"})
+    token_ids = torch.arange(20)[None]
+
+    learner = measure.load_frozen_learner(folder, args)
+
+    assert len(dict(quantized_modules(learner))) == 7
+    # What a frozen base was before: its layers are quantized while they load, and these were loaded otherwise.
+    assert not dict(quantized_modules(measure.quantize_learner(measure.load_policy(folder, args), args)))
+    with torch.no_grad():
+        logits = learner(input_ids=token_ids).logits
+        policy = measure.load_policy(folder, args)
+        in_high_precision = policy(input_ids=token_ids).logits
+        # The same weights, quantized where they are.
+        merged = of_run(model_init_kwargs={"dtype": "bfloat16"})[1]
+        expected = measure.quantize_learner(policy, merged)(input_ids=token_ids).logits
+    assert torch.equal(logits, expected)
+    # Control: the low bits count.
+    assert not torch.equal(logits, in_high_precision)
+
+
+def test_learner_and_engines_are_loaded_by_the_settings_of_the_run(of_run):
+    rotary = {"rope_type": "default", "rope_theta": 40000.0}
+    changes = {"dtype": "bfloat16", "rope_parameters": rotary, "trust_remote_code": True}
+    folder, args = of_run(model_init_kwargs=changes)
+
+    model = measure.load_policy(folder, args)
+    engine = measure._engine_settings(folder, args, [[2, 3]])
+
+    assert model.dtype == torch.bfloat16
+    assert model.config.rope_parameters == rotary
+    assert engine["hf_overrides"] == {"rope_parameters": rotary}
+    assert engine["trust_remote_code"] is True
+    # Control: without them TRL's dtype, and an engine that reads the file alone.
+    folder, args = of_run()
+    engine = measure._engine_settings(folder, args, [[2, 3]])
+    assert measure.load_policy(folder, args).dtype == torch.float32
+    assert engine["hf_overrides"] == {}
+    assert engine["trust_remote_code"] is False
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_mismatch_is_measured_with_the_keys_of_the_model(recipe, capsys, monkeypatch, dtype):
+    measured = []
+
+    def probe_mismatch(folder, args, dataset):
+        measured.append(args.model_init_kwargs["dtype"])
+        yield from ()
+
+    monkeypatch.setattr(measure, "probe_mismatch", probe_mismatch)
+
+    run_doctor(capsys, "--config", recipe, "--dtype", dtype)
+
+    assert measured == [dtype]
+
+
 @pytest.mark.parametrize(
     ("changes", "quantize_learner", "status", "words"),
     [
@@ -349,11 +419,11 @@ def test_a_run_whose_learner_is_far_from_its_engine_is_not_ok(monkeypatch, tmp_p
         quant_name="W4A16",
         has_low_bit_cache=False,
         trust_remote_code=False,
+        model_init_kwargs=None,
         chat_template_kwargs=None,
     )
     measured = judge.Mismatch(floor=0.002, rollout_only=rollout_only, learner=rollout_only)
     monkeypatch.setattr(measure, "_why_not_measured", lambda *_: None)
-    monkeypatch.setattr(measure.AutoConfig, "from_pretrained", lambda *_, **__: None)
     monkeypatch.setattr(measure.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     monkeypatch.setattr(measure, "_prompt_ids", lambda *_: [[1]])
     monkeypatch.setattr(measure, "measure", lambda *_: measured)

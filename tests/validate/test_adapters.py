@@ -50,7 +50,9 @@ def test_plain_lora_is_accepted_also_from_a_file(tmp_path, changes):
         ({"fan_in_fan_out": True}, ["fan_in_fan_out=True"]),
         ({"layer_replication": [(0, 2), (1, 2)]}, ["layer_replication"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights='pissa'"]),
-        ({"use_dora": True, "lora_dropout": 0.1}, ["use_dora=True", "lora_dropout=0.1", "Leave"]),
+        ({"use_dora": True, "lora_dropout": 0.1}, ["use_dora=True", "Leave use_dora out. Set lora_dropout: 0.0"]),
+        # peft makes a set of them for a mixture.
+        ({"target_parameters": set("hgfedcba")}, ["target_parameters=['a', 'b', 'c', 'd', 'e', 'f', 'g', 'h']"]),
     ],
 )
 def test_adapters_that_cannot_be_aligned_are_refused_before_a_model_loads(tmp_path, changes, words):

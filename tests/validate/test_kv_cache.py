@@ -73,14 +73,17 @@ def test_layers_without_the_cache_are_refused(tmp_path):
 
 
 def test_on_a_gpu_the_cache_is_unaligned_by_name_only(tmp_path, monkeypatch):
-    monkeypatch.setattr("qarl_trl.QaRLConfig.device", torch.device("cuda"))
+    def check_on_gpu(**changes):
+        args = config(tmp_path, use_vllm=True, kv_cache_dtype="fp8", **changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(args), "device", torch.device("cuda"))
+            check_kv_cache("org/model", Qwen3Config(), args)
 
-    message = refusal(tmp_path)
-    assert "rounds queries or attention probabilities" in message
-    assert "quantize_learner_kv: false" in message
+    with pytest.raises(ValueError, match="rounds queries or attention probabilities.*quantize_learner_kv: false"):
+        check_on_gpu()
 
-    check(tmp_path, quantize_learner_kv=False)
-    check(tmp_path, quantize_learner=False)
+    check_on_gpu(quantize_learner_kv=False)
+    check_on_gpu(quantize_learner=False)
 
 
 def test_a_cpu_without_avx512_is_refused(tmp_path, monkeypatch):

@@ -110,12 +110,31 @@ class ActivationGemm(Gemm):
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 
     def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
-        quantized, scale = memoize_last(self.quantize, x)
+        saved = self.save(x)
+        return self.multiply(x, saved, weight, bias), saved
 
+    def save(self, x: Tensor) -> Saved:
+        """Quantized values `(..., in)` and scale `(..., groups)` of an input `(..., in)`."""
+        return memoize_last(self.quantize, x)
+
+    def multiply(self, x: Tensor, saved: Saved, weight: LowBitWeight, bias: Bias = None) -> Tensor:
+        """
+        Multiply an input that is quantized already.
+
+        Args:
+            x: `(..., in)`.
+            saved: From [`save`], or some of its rows.
+            weight: The low-bit weight `(out, in)`.
+            bias: `(out,)`.
+
+        Returns:
+            `(..., out)` in the dtype of `x`.
+        """
+        quantized, scale = saved
         rows = quantized.reshape(-1, quantized.shape[-1])
         row_scale = scale.reshape(-1, scale.shape[-1])
         y = self.matmul(rows, row_scale, weight, bias, x.dtype)
-        return y.reshape(*x.shape[:-1], -1), (quantized, scale)
+        return y.reshape(*x.shape[:-1], -1)
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         quantized, scale = saved
@@ -232,17 +251,18 @@ class CpuInt4Int8Gemm(ActivationGemm):
     prepares = True
     quantize = staticmethod(activations.quantize_tokens_int8_asymmetric)
 
-    def forward(self, x: Tensor, weight: LowBitWeight, bias: Bias = None) -> tuple[Tensor, Saved]:
-        # The engine's dtype of activations and bias.
+    def save(self, x: Tensor) -> Saved:
+        # The engine's dtype of activations. The kernel does not return the quantized values of its input.
+        return memoize_last(self.quantize, memoize_last(Tensor.to, x, torch.bfloat16))
+
+    def multiply(self, x: Tensor, saved: Saved, weight: LowBitWeight, bias: Bias = None) -> Tensor:
+        # The kernel quantizes the input itself.
         cast = memoize_last(Tensor.to, x, torch.bfloat16)
         cast_bias = None if bias is None else bias.to(torch.bfloat16)
+        y = self._kernel(cast.reshape(-1, x.shape[-1]), weight, cast_bias)
+        return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 
-        y = self._multiply(cast.reshape(-1, x.shape[-1]), weight, cast_bias)
-        # The kernel does not return the quantized values of its input, so compute them again.
-        saved = memoize_last(self.quantize, cast)
-        return y.to(x.dtype).reshape(*x.shape[:-1], -1), saved
-
-    def _multiply(self, x: Tensor, weight: LowBitWeight, bias: Bias) -> Tensor:
+    def _kernel(self, x: Tensor, weight: LowBitWeight, bias: Bias) -> Tensor:
         """`x` `(tokens, in)` bfloat16 times the weight plus the bias, `(tokens, out)` bfloat16."""
         out_features, in_features = weight.quantized.shape
         group_size = effective_group_size(weight.scheme) or in_features

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..quantize import LowBitWeight
-from .gemm import ActivationGemm, Bias, CpuInt4Int8Gemm, DequantGemm, Fp8Gemm, Gemm, Saved
+from .gemm import ActivationGemm, Bias, DequantGemm, Fp8Gemm, Gemm, Saved
 
 
 # Matrix products of all experts --------------------------------------------------------------------------------------
@@ -92,10 +92,10 @@ class ExpertsGemm(Gemm):
         if not isinstance(self.gemm, ActivationGemm):
             raise NotImplementedError(f"{type(self.gemm).__name__} has no gemm for experts. Use quant_kernel='auto'.")
 
-        saved = _quantized_input(self.gemm, x)
+        saved = self.gemm.save(x)
         if isinstance(self.gemm, Fp8Gemm) and _has_grouped_float8(x):
             return self._grouped_float8(self.gemm, saved, weight, x.dtype), saved
-        return self._expert_by_expert(x, weight), saved
+        return self._expert_by_expert(self.gemm, x, saved, weight), saved
 
     def input_from(self, saved: Saved, dtype: torch.dtype) -> Tensor:
         return self.gemm.input_from(saved, dtype)
@@ -124,7 +124,7 @@ class ExpertsGemm(Gemm):
             use_fast_accum=True,
         )
 
-    def _expert_by_expert(self, x: Tensor, weight: LowBitWeight) -> Tensor:
+    def _expert_by_expert(self, gemm: ActivationGemm, x: Tensor, saved: Saved, weight: LowBitWeight) -> Tensor:
         """The gemm of each expert that has rows; waits for the device to find them."""
         out_features = weight.shape[0] // len(self.offsets)
         if "experts" not in weight.prepared:  # kept, because a kernel stores its own form of each expert in it
@@ -134,18 +134,11 @@ class ExpertsGemm(Gemm):
         start = 0
         for end, expert in zip(self.offsets.tolist(), weight.prepared["experts"], strict=True):
             if end > start:
-                y, _ = self.gemm.forward(x[start:end], expert)
-                outputs.append(y)
+                # Copies, because a kernel may want scales that begin at a multiple of 16 bytes.
+                quantized_rows = tuple(tensor[start:end].clone() for tensor in saved)
+                outputs.append(gemm.multiply(x[start:end], quantized_rows, expert))
             start = end
         return torch.cat(outputs)
-
-
-def _quantized_input(gemm: ActivationGemm, x: Tensor) -> Saved:
-    """Quantized values and scale of an input `(pairs, in)`."""
-    if isinstance(gemm, CpuInt4Int8Gemm):
-        # torch's 4-bit kernel quantizes the bfloat16 cast of its input.
-        return gemm.quantize(x.to(torch.bfloat16))
-    return gemm.quantize(x)
 
 
 def _has_grouped_float8(x: Tensor) -> bool:

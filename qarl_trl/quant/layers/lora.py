@@ -6,6 +6,7 @@ to undo and no drift (paper Sec. 3.1, step 2, with `theta = W + s B A`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -26,9 +27,24 @@ from .layer import LowBitLayer
 # Any other field of a LoraConfig may change what the layer computes. Fields of later peft versions count as such until
 # we check them.
 _PLAIN_LORA = {
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "inference_mode"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "init_lora_weights",
+    "inference_mode",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "modules_to_save",
 }
 _PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 
@@ -189,14 +205,27 @@ def check_lora_config(config: Any) -> None:
             "embedding out."
         )
     if changed:
-        settings = ", ".join(f"{name}={getattr(config, name)!r}" for name in changed)
-        advice = "Leave it out."
-        if "lora_dropout" in changed:
-            advice = "Leave it out (lora_dropout: 0.0; TRL's ModelConfig has 0.05)."
+        settings = ", ".join(f"{name}={_in_order(getattr(config, name))!r}" for name in changed)
         raise ValueError(
             f"The adapter sets {settings}, so the learner's layer would differ from the engine's weight Q(W + s B A). "
-            f"{advice}"
+            f"{_advice_on(changed)}"
         )
+
+
+def _in_order(value: Any) -> Any:
+    """A value for a message: a set as a sorted list, because its own order differs from run to run."""
+    return sorted(value) if isinstance(value, set) else value
+
+
+def _advice_on(changed: Sequence[str]) -> str:
+    """What to do about these settings of an adapter."""
+    advice = []
+    others = [name for name in changed if name != "lora_dropout"]
+    if others:
+        advice.append(f"Leave {', '.join(others)} out.")
+    if "lora_dropout" in changed:
+        advice.append("Set lora_dropout: 0.0 (TRL's ModelConfig has 0.05).")
+    return " ".join(advice)
 
 
 def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:

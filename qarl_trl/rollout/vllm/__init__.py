@@ -10,6 +10,6 @@ raises, unless the module says what stands for it.
 - Sampling: `sampling`, `flat_logprobs`.
 - The learner: `linear_layer` is the engine's layer with the learner's weight.
 
-Two more places are elsewhere: `server/worker.py` and `server/calls.py` in vLLM's server, and `cpu_exact/kernels.py`,
-the arithmetic of its CPU kernels.
+Two more places are elsewhere: `server/worker.py` and `server/worker_calls.py` in vLLM's server, and
+`cpu_exact/kernels.py`, the arithmetic of its CPU kernels.
 """

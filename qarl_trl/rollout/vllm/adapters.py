@@ -1,9 +1,10 @@
 """An engine that holds a frozen low-bit base, and gets an adapter at each weight sync.
 
 vLLM can apply a LoRA adapter beside a quantized layer (`enable_lora`), to requests that ask for it
-(`LoRARequest`). It loads adapters from files only, and TRL's calls of `llm.generate` do not ask for one. So a sync
-writes the adapter to a folder and makes the engine load it (`lora/worker_manager.py`), and all later requests of a
-colocated engine use it. In a server `server/worker.py` loads it, and requests name it as their model.
+(`LoRARequest`). It loads adapters from files only, and TRL's calls of `llm.generate` do not ask for one. So from its
+start on all requests of a colocated engine ask for the adapter in a folder, and a sync writes it there and makes the
+engine load it (`lora/worker_manager.py`). In a server `server/worker.py` loads it, and requests name it as their
+model.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     Args:
         llm: A colocated `vllm.LLM`.
         weights: Names and tensors. Those of the adapter's factors contain `.lora_`, and come after all others.
-        folder: vLLM loads the adapter from there, and later requests use it.
+        folder: vLLM loads the adapter from there. Requests use it after [`sample_with`].
 
     Raises:
         RuntimeError: if the engine does not take all of the adapter.
@@ -95,10 +96,6 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
     save_adapter(factors, folder)
     load_adapter(engine_model(llm), llm.llm_engine.add_lora, folder)
-
-    already_used = "generate" in vars(llm)
-    if not already_used:
-        sample_with(llm, folder)
 
 
 def is_factor(weight: tuple[str, Tensor]) -> bool:
@@ -177,7 +174,7 @@ def load_adapter(model: Any, add: Callable[[Any], bool], folder: Path) -> None:
 
 def sample_with(llm: Any, adapter: Path) -> None:
     """
-    Make all requests of a `vllm.LLM` use the adapter in a folder.
+    Make all requests of a `vllm.LLM` use the adapter in a folder, which must be there by the first one.
 
     Args:
         llm: The engine, started by the arguments of [`lora_settings`].

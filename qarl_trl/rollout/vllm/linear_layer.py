@@ -44,7 +44,15 @@ _configs = _LayerConfigs()
 
 
 def use_settings_of(llm: Any) -> None:
-    """From now on make layers with the settings of a colocated `vllm.LLM`."""
+    """
+    From now on make layers with the settings of a colocated `vllm.LLM`.
+
+    The order counts: layers that were made before keep the kernels that vLLM's defaults chose. The trainer starts its
+    engine in its constructor, and so before the learner's first forward.
+
+    Args:
+        llm: The engine of this process.
+    """
     _configs.engine = _not_compiled(llm.llm_engine.vllm_config)
 
 

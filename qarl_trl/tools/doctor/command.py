@@ -90,7 +90,7 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
         return
 
     from ...rewards import load_rewards
-    from ...train import load_datasets, parse
+    from ...train import load_datasets, model_settings, parse
     from .measure import probe_mismatch
     from .rewards import check_rewards
     from .settings import check_for_gpu, check_settings, local_folder
@@ -99,9 +99,11 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
     if options.config:
         argv = ["--config", options.config, *argv]
     script_args, args, model_args = parse(argv, any_device=True)
+    # As the trainer gets them.
+    args.model_init_kwargs = model_settings(args, model_args)
     dataset, _ = load_datasets(script_args, with_eval=args.eval_strategy != "no")
     rewards = load_rewards(script_args.reward_funcs)
-    folder = local_folder(model_args.model_name_or_path)
+    folder = local_folder(model_args.model_name_or_path, args.model_init_kwargs["revision"])
 
     yield "Rewards", check_rewards(rewards, dataset)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from trl.trainer.utils import create_model_from_path
 
 from ...config import QaRLConfig
 from ...cpu_exact.arithmetic import choose_arithmetic
@@ -18,6 +19,10 @@ from ...processes import in_fresh_process
 from ...quant import apply_quantization, remove_quantization
 from ...quant.layers.experts import num_experts
 from ...quant.scheme import support_of
+from ...quant.start import load_master_weights
+from ...rollout.engine_gemm import gemm_choice
+from ...rollout.engine_settings import changed_config
+from ...validate.model import config_of, loading_arguments
 from ..evaluate.sample import generate, start_engine
 from . import OK, SKIPPED, CheckResult
 from .judge import Mismatch, advise_on_qarl, judge_mismatch, status_of
@@ -40,18 +45,16 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
         args: The settings of the run.
         dataset: The prompts to sample after; all are used.
     """
-    trust = {"trust_remote_code": args.trust_remote_code}
-    config = None if folder is None else AutoConfig.from_pretrained(folder, **trust)
-    reason = _why_not_measured(config, args, dataset)
-    if reason is not None:
+    reason = _why_not_measured(folder, args, dataset)
+    if folder is None or reason is not None:
         yield CheckResult(SKIPPED, "mismatch", f"{reason}: not measured")
         return
 
     # GiB of key-value cache of a CPU engine: by itself vLLM takes a share of all memory, however much is in use.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
+    tokenizer = _load_tokenizer(folder, args)
     prompts = _prompt_ids(tokenizer, dataset["prompt"], args.chat_template_kwargs)
-    mismatch = measure(str(folder), args, prompts)
+    mismatch = measure(folder, args, prompts)
 
     floor = f"{mismatch.floor:.2e} nats per token"
     yield CheckResult(OK, "kernel floor", f"{floor}, bf16 engine against bf16 learner")
@@ -70,10 +73,12 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
         yield advise_on_qarl(mismatch.rollout_only, args.quantize_learner)
 
 
-def _why_not_measured(config: PretrainedConfig | None, args: QaRLConfig, dataset: Dataset) -> str | None:
+def _why_not_measured(folder: str | None, args: QaRLConfig, dataset: Dataset) -> str | None:
     """Why the mismatch of a run cannot be measured here; `None` if it can."""
-    if config is None:
+    if folder is None:
         return "no local model"
+
+    config = AutoConfig.from_pretrained(folder, **loading_arguments(args))
     if getattr(config, "quantization_config", None) is not None:
         return "the model is quantized already"
     if num_experts(config) > 0:
@@ -83,6 +88,12 @@ def _why_not_measured(config: PretrainedConfig | None, args: QaRLConfig, dataset
     if len(dataset) == 0:
         return "no prompts"
     return None
+
+
+def _load_tokenizer(folder: str, args: QaRLConfig) -> Any:
+    """The tokenizer of a run."""
+    trust_remote_code = loading_arguments(args)["trust_remote_code"]
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def _prompt_ids(
@@ -110,50 +121,134 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
     Raises:
         RuntimeError, TimeoutError: if an engine fails, or takes longer than `LIMIT_S`.
     """
-    from ...trainers.low_bit import quantize_policy
-
     choose_arithmetic()
-    settings = _engine_settings(args, longest_prompt=max(map(len, prompts)))
-    request = (settings, prompts, args.temperature)
 
-    # The floor is that of a cache in bfloat16.
-    of_floor = (settings | {"kv_cache_dtype": "auto"}, prompts, args.temperature)
-    samples = in_fresh_process("the bf16 engine", sample, folder, *of_floor, limit_s=LIMIT_S)
-    # In float32, as master weights; autocast rounds them to bfloat16.
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(args.device)
+    samples = _sample_in_bf16(folder, args, prompts)
+    model = load_policy(folder, args)
     floor = logp_diff(model, samples, args.temperature)
 
-    # Without a scheme the numbers below are those of bf16 alone, and nothing quantizes activations.
-    schemes = []
+    # Without scheme and cache the numbers below are those of bf16 alone.
     if args.quantized:
-        plan: Any = args.quant_plan()
-        schemes = [support_of(scheme) for scheme in plan.config_groups.values()]
-        with tempfile.TemporaryDirectory() as low_bit:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            save_low_bit(apply_quantization(model, plan), tokenizer, low_bit)
-            # The bf16 learner again, which scores what the low-bit engine samples.
-            remove_quantization(model)
-            samples = in_fresh_process("the low-bit engine", sample, low_bit, *request, limit_s=LIMIT_S)
+        samples = _sample_in_low_bits(model, folder, args, prompts)
     elif args.has_low_bit_cache:
-        samples = in_fresh_process("the engine with an FP8 cache", sample, folder, *request, limit_s=LIMIT_S)
+        samples = _sample_with_low_bit_cache(folder, args, prompts)
     rollout_only = logp_diff(model, samples, args.temperature)
 
-    quantize_policy(model, args, args.quant_plan())
+    if args.frozen:
+        # First, because the two need not fit beside each other.
+        del model
+        learner = load_frozen_learner(folder, args)
+    else:
+        learner = quantize_learner(model, args)
     # In the precision of the run: without bf16 its learner does not round to it.
-    learner = logp_diff(model, samples, args.temperature, bf16=args.bf16)
+    of_run = logp_diff(learner, samples, args.temperature, bf16=args.bf16)
 
-    activations_in_bf16 = all(scheme.activations == "none" for scheme in schemes)
-    weight_only = activations_in_bf16 and not args.has_low_bit_cache
-    return Mismatch(floor, rollout_only, learner, weight_only)
+    return Mismatch(floor, rollout_only, of_run, _is_weight_only(args))
 
 
-def _engine_settings(args: QaRLConfig, longest_prompt: int) -> dict[str, Any]:
+# Learners ------------------------------------------------------------------------------------------------------------
+
+
+def load_policy(folder: str, args: QaRLConfig) -> PreTrainedModel:
+    """
+    The model of a run before it is quantized, loaded as TRL loads it. Under autocast it is the bf16 learner.
+
+    Args:
+        folder: The model's folder, with high-precision weights.
+        args: The settings of the run.
+    """
+    model = create_model_from_path(folder, **_loading_arguments(args))
+    return model.eval().to(args.device)
+
+
+def quantize_learner(model: PreTrainedModel, args: QaRLConfig) -> PreTrainedModel:
+    """
+    The learner of a run with master weights.
+
+    An adapter changes nothing yet: its B starts at zero, so `W + s B A` is W.
+
+    Args:
+        model: From [`load_policy`]; modified in place.
+        args: The settings of the run.
+    """
+    from ...trainers.low_bit import quantize_policy
+
+    quantize_policy(model, args, args.quant_plan())
+    return model
+
+
+def load_frozen_learner(folder: str, args: QaRLConfig) -> PreTrainedModel:
+    """
+    The learner of a run with `lora_base: frozen`, whose layers are quantized while they load.
+
+    It has no adapter: B starts at zero, so at the start of the run `s B (A x)` is zero.
+
+    Args:
+        folder: The model's folder, with high-precision weights.
+        args: The settings of the run.
+    """
+    plan = args.quant_plan()
+    gemm = gemm_choice(args.learner_kernel, args.quant_keep_matrices)
+    model = load_master_weights(folder, freeze=plan, gemm=gemm, **_loading_arguments(args))
+    return quantize_learner(model.eval().to(args.device), args)
+
+
+def _loading_arguments(args: QaRLConfig) -> dict[str, Any]:
+    """The arguments by which the model of a run loads, onto the CPU."""
+    return loading_arguments(args) | {"device_map": None}
+
+
+def _is_weight_only(args: QaRLConfig) -> bool:
+    """Whether neither scheme nor cache quantizes activations."""
+    plan = args.quant_plan()
+    groups = [] if plan is None else plan.config_groups.values()
+    activations_in_bf16 = all(support_of(scheme).activations == "none" for scheme in groups)
+    return activations_in_bf16 and not args.has_low_bit_cache
+
+
+# Engines -------------------------------------------------------------------------------------------------------------
+
+
+def _sample_in_bf16(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> list[Sample]:
+    """What an engine in bf16 samples, with its cache in bf16 too."""
+    settings = _engine_settings(folder, args, prompts) | {"kv_cache_dtype": "auto"}
+    request = (folder, settings, prompts, args.temperature)
+    return in_fresh_process("the bf16 engine", sample, *request, limit_s=LIMIT_S)
+
+
+def _sample_in_low_bits(
+    model: PreTrainedModel, folder: str, args: QaRLConfig, prompts: Sequence[list[int]]
+) -> list[Sample]:
+    """What the run's engine samples from the low-bit weights of `model`, which is the same model afterwards."""
+    plan: Any = args.quant_plan()
+    settings = _engine_settings(folder, args, prompts)
+    tokenizer = _load_tokenizer(folder, args)
+
+    with tempfile.TemporaryDirectory() as low_bit:
+        save_low_bit(apply_quantization(model, plan), tokenizer, low_bit)
+        remove_quantization(model)
+        request = (low_bit, settings, prompts, args.temperature)
+        return in_fresh_process("the low-bit engine", sample, *request, limit_s=LIMIT_S)
+
+
+def _sample_with_low_bit_cache(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> list[Sample]:
+    """What the run's engine samples: bf16 weights, and a cache in 8-bit floats."""
+    request = (folder, _engine_settings(folder, args, prompts), prompts, args.temperature)
+    return in_fresh_process("the engine with an FP8 cache", sample, *request, limit_s=LIMIT_S)
+
+
+def _engine_settings(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> dict[str, Any]:
     """The arguments of `vllm.LLM`, beside the model: the run's own, and room for the longest prompt and its answer."""
+    longest_prompt = max(map(len, prompts))
+    trust_remote_code = loading_arguments(args)["trust_remote_code"]
     settings: dict[str, Any] = {
         "max_model_len": longest_prompt + TOKENS,
         "seed": SEED,
         # After the temperature, as TRL asks for, and as the learner computes them.
         "logprobs_mode": "processed_logprobs",
+        "trust_remote_code": trust_remote_code,
+        # What `model_init_kwargs` changes in the model, another rotary embedding for instance.
+        "hf_overrides": changed_config(config_of(folder, args), trust_remote_code),
     }
     if args.device.type == "cuda":
         settings["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization

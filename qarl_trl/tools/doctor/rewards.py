@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -12,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..evaluate.grade import call_reward
 from . import FAIL, OK, SKIPPED, WARN, CheckResult
 
 
@@ -73,13 +72,8 @@ def check_reward(reward: Callable[..., Any], dataset: Sequence[dict[str, Any]]) 
 
 
 def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], answers: Sequence[str]) -> Tensor:
-    """The rewards `(rows,)` for completions with these answers, NaN for `None`; calls the function as TRL does."""
+    """The rewards `(rows,)` for completions with these answers, NaN for `None`."""
     texts = [rf"The answer is $\boxed{{{answer}}}$." for answer in answers]
-
-    completions: list[Any] = texts
-    conversational = not isinstance(rows[0]["prompt"], str)
-    if conversational:
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
 
     # TRL gives a reward all columns of the dataset.
     columns = {}
@@ -87,9 +81,10 @@ def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], answers: 
         if key != "prompt":
             columns[key] = [row[key] for row in rows]
 
-    scores = reward(
+    scores = call_reward(
+        reward,
         prompts=[row["prompt"] for row in rows],
-        completions=completions,
+        texts=texts,
         # The bytes stand for token ids: the model's tokenizer may not be on this machine.
         completion_ids=[list(text.encode()) for text in texts],
         **columns,
@@ -97,8 +92,6 @@ def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], answers: 
         log_extra=lambda *_: None,
         log_metric=lambda *_: None,
     )
-    if inspect.iscoroutine(scores):
-        scores = asyncio.run(scores)
 
     # NaN is neither above nor below another reward, so a row that was not scored counts as not told apart.
     return torch.tensor([math.nan if score is None else score for score in scores])

@@ -23,19 +23,20 @@ from ..plan.run import Hardware
 from . import FAIL, OK, SKIPPED, CheckResult
 
 
-def local_folder(name: str) -> str | None:
+def local_folder(name: str, revision: str | None = None) -> str | None:
     """
     The folder of a model on this machine, also in the Hub's cache; `None` if there is none. Downloads nothing.
 
     Args:
         name: A folder, in which `~` stands for the user's home, or a Hub id.
+        revision: The branch, tag or commit of a Hub id; `None`: its main branch.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
 
     try:
-        return snapshot_download(name, local_files_only=True)
+        return snapshot_download(name, revision=revision, local_files_only=True)
     # ValueError: the name can be no Hub id, as that of a folder that is not there.
     except (OSError, ValueError):
         return None

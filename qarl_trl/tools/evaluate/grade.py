@@ -47,24 +47,41 @@ def grade(reward: Reward, problem: Mapping[str, Any], completions: Sequence[Mapp
         ValueError: if there are not as many rewards as completions.
     """
     texts = [completion["text"] for completion in completions]
-    answers: list[Any] = texts
-    # In training a chat prompt has a chat message for an answer.
-    if not isinstance(problem["messages"], str):
-        answers = [[{"role": "assistant", "content": text}] for text in texts]
-
-    rewards = reward(
+    rewards = call_reward(
+        reward,
         prompts=[problem["messages"]] * len(texts),
-        completions=answers,
+        texts=texts,
         completion_ids=[completion["token_ids"] for completion in completions],
         answer=[problem["answer"]] * len(texts),
     )
-    if inspect.isawaitable(rewards):
-        rewards = asyncio.run(_result_of(rewards))
 
     if len(rewards) != len(texts):
         name = getattr(reward, "__name__", reward)
         raise ValueError(f"The reward function {name!r} must give {len(texts)} rewards, got {len(rewards)}.")
     return [_number(value) for value in rewards]
+
+
+def call_reward(
+    reward: Reward, prompts: Sequence[Any], texts: Sequence[str], completion_ids: Sequence[list[int]], **others: Any
+) -> Sequence[Any]:
+    """
+    The answer of a reward function that is called as TRL calls it.
+
+    Args:
+        reward: The function, which may be async.
+        prompts: A prompt for each completion: all texts, or all lists of chat messages.
+        texts: The completions. After chat messages each becomes one, as in training.
+        completion_ids: Their token ids.
+        others: What else it gets, such as the columns of the data.
+    """
+    completions: list[Any] = list(texts)
+    if not isinstance(prompts[0], str):
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+
+    rewards = reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **others)
+    if inspect.isawaitable(rewards):
+        rewards = asyncio.run(_result_of(rewards))
+    return rewards
 
 
 async def _result_of(rewards: Any) -> Any:

@@ -31,10 +31,12 @@ class Gpu:
 
 # NVIDIA's data sheets and white papers (GA102, Ada, A100, H100 and H200). A100 of 80 GB, H100 and H200 are SXM.
 GPUS = {
-    "4090": Gpu(23.5, (8, 9), 1008e9, 165.2e12, 330.3e12, 32e9),
-    "a10": Gpu(22, (8, 6), 600e9, 125e12, 250e12, 32e9),
-    "l4": Gpu(22, (8, 9), 300e9, 121e12, 242e12, 32e9),
-    "a100": Gpu(79, (8, 0), 2039e9, 312e12, 624e12, 300e9),
-    "h100": Gpu(79, (9, 0), 3350e9, 989e12, 1979e12, 450e9),
-    "h200": Gpu(139, (9, 0), 4800e9, 989e12, 1979e12, 450e9, measured=True),
+    "4090": Gpu(memory=23.5, capability=(8, 9), bandwidth=1008e9, bf16=165.2e12, eight_bits=330.3e12, link=32e9),
+    "a10": Gpu(memory=22, capability=(8, 6), bandwidth=600e9, bf16=125e12, eight_bits=250e12, link=32e9),
+    "l4": Gpu(memory=22, capability=(8, 9), bandwidth=300e9, bf16=121e12, eight_bits=242e12, link=32e9),
+    "a100": Gpu(memory=79, capability=(8, 0), bandwidth=2039e9, bf16=312e12, eight_bits=624e12, link=300e9),
+    "h100": Gpu(memory=79, capability=(9, 0), bandwidth=3350e9, bf16=989e12, eight_bits=1979e12, link=450e9),
+    "h200": Gpu(
+        memory=139, capability=(9, 0), bandwidth=4800e9, bf16=989e12, eight_bits=1979e12, link=450e9, measured=True
+    ),
 }

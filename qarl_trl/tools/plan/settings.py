@@ -66,7 +66,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         low_bit_forward=quantization is not None and settings.quantize_learner,
         memory=int(hardware.memory * GIB),
         rows=settings.per_device_train_batch_size,
-        tokens=settings.vllm_max_model_length or (settings.max_completion_length or 0) + PROMPT,
+        tokens=settings.vllm_max_model_length or _longest_answer(settings) + PROMPT,
         budget=settings.max_tokens_per_pass,
         checkpointing=settings.gradient_checkpointing,
         compute=2 if settings.bf16 else 4,
@@ -95,8 +95,11 @@ def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_token
         gpus: Processes of the learner.
         prompt_tokens: Mean tokens of a prompt; `None`: assumed.
         answer_tokens: Mean tokens of an answer; `None`: assumed.
+
+    Raises:
+        ValueError: if nothing limits the length of an answer.
     """
-    longest = settings.max_completion_length or settings.vllm_max_model_length
+    longest = _longest_answer(settings)
     answers = gpus * settings.per_device_train_batch_size * settings.steps_per_generation
     passes = settings.steps_per_generation * settings.num_iterations
     corrects = settings.use_vllm and settings.vllm_importance_sampling_correction
@@ -112,6 +115,16 @@ def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_token
         # TRL's condition.
         has_old=corrects or settings.gradient_accumulation_steps % passes != 0,
     )
+
+
+def _longest_answer(settings: Any) -> int:
+    """Most tokens of an answer; `ValueError` if only the model's context limits it."""
+    longest = settings.max_completion_length or settings.vllm_max_model_length
+    if longest is None:
+        raise ValueError(
+            "plan needs the longest answer: set max_completion_length or vllm_max_model_length, got null for both."
+        )
+    return longest
 
 
 def _check_numbers(hardware: Hardware) -> None:

@@ -19,7 +19,8 @@ from qarl_trl.quant import (
     quantized_modules,
     resolve_scheme,
 )
-from qarl_trl.quant.gemms.gemm import Fp8Gemm, Int4Fp8Gemm
+from qarl_trl.quant.gemms.activations import quantize_tokens_int8
+from qarl_trl.quant.gemms.gemm import Fp8Gemm, Int4Fp8Gemm, Int8Gemm
 from qarl_trl.quant.gemms.grouped import ExpertsGemm
 from qarl_trl.quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, layer_names
 from qarl_trl.quant.quantize import LowBitWeight, dequantize
@@ -395,6 +396,29 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
     # Of the backward the gradients of both parameters are left.
     gradient_bytes = down_bytes if trained else 0
     assert backward.peak <= gradient_bytes + 1.5 * gate_up_bytes
+
+
+def test_the_rows_of_all_experts_are_quantized_once_and_multiplied_as_those_of_one():
+    low_bit = quantize_weight(torch.randn(3 * 128, 128), resolve_scheme("W8A8"))
+    x = torch.randn(9, 128)
+    quantized = []
+
+    def quantize(rows):
+        quantized.append(len(rows))
+        return quantize_tokens_int8(rows)
+
+    gemm = Int8Gemm()
+    gemm.quantize = quantize
+
+    # The second expert has no rows.
+    y, _ = ExpertsGemm(gemm, torch.tensor([4, 4, 9], dtype=torch.int32)).forward(x, low_bit)
+
+    assert quantized == [9]
+    first, _, third = low_bit.split(128)
+    expected = [Int8Gemm().forward(x[:4].clone(), first)[0], Int8Gemm().forward(x[4:].clone(), third)[0]]
+    assert torch.equal(y, torch.cat(expected))
+    # Control: another expert's matrix gives other numbers.
+    assert not torch.equal(y[:4], Int8Gemm().forward(x[:4].clone(), third)[0])
 
 
 @pytest.mark.parametrize(("scheme", "gemm"), [("FP8_DYNAMIC", Fp8Gemm), ("W4AFP8", Int4Fp8Gemm)])

@@ -13,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qarl_trl.export import quantization_config, save_low_bit
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize, quantized_modules
+from qarl_trl.quant import (
+    apply_quantization,
+    iter_low_bit_weights,
+    quantize,
+    quantized_modules,
+    remove_quantization,
+)
 from qarl_trl.quant.gemms import gemm
 from qarl_trl.quant.layers.frozen import AdapterMatmul, adapter_tensors, align_adapters
 from qarl_trl.quant.quantize import dequantize
@@ -386,3 +392,21 @@ def test_a_frozen_model_has_the_loss_of_its_architecture(tmp_path):
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert plain.loss_type == frozen.loss_type == "ForCausalLM"
+
+
+def test_a_frozen_base_keeps_its_quantization(checkpoint):
+    """Its layers became `nn.Linear`s without a weight, whose forward raised a TypeError."""
+    model = frozen_model(checkpoint())
+    with torch.no_grad():
+        before = model(TOKENS).logits
+
+    with pytest.raises(
+        ValueError, match=r"frozen base without master weights \(first: '.*q_proj.*'\).*Load the model"
+    ):
+        remove_quantization(model)
+
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, before)
+    # Control: layers with master weights get their class back.
+    dense = make_model("qwen2", dtype=torch.bfloat16)
+    assert not dict(quantized_modules(remove_quantization(apply_quantization(dense, "W4A16"))))

@@ -97,6 +97,7 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3"),
         (["--quant_scheme", "W3A16"], "quant_scheme"),
         (["--kv_cache_dtype", "fp8"], "quantize_learner_kv"),
+        (["--max_completion_length", "null", "--vllm_max_model_length", "null"], "max_completion_length"),
     ],
 )
 def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(capsys, argv, field):
@@ -105,6 +106,12 @@ def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(c
     assert code == 2
     assert field in printed.err
     assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_the_longest_row_limits_an_answer_that_has_no_limit_of_its_own(capsys):
+    code, _ = plan(capsys, *EIGHT_H100, "--max_completion_length", "null")
+
+    assert code == 0
 
 
 def test_an_fp8_cache_holds_twice_the_sequences():

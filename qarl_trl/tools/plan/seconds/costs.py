@@ -1,6 +1,6 @@
 """The constants of the estimated seconds: what operations cost, all in one place.
 
-What GPUs can do is in `gpus.py`. dev/speed.md compares the estimates with measurements.
+What GPUs can do is in `gpus.py`. dev/plan.md compares the estimates with measurements.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from .arms import Arm, Comparison
 from .parts import Parts
 
 
-# By how much a ratio may be wrong, as a factor each way. On an H200 those of dev/speed.md deviate by up to 1.08, but
+# By how much a ratio may be wrong, as a factor each way. On an H200 those of dev/plan.md deviate by up to 1.08, but
 # some of these runs set constants. Nobody has measured other GPUs.
 RATIO_ERROR = 1.25
 RATIO_ERROR_ELSEWHERE = 1.4

@@ -27,13 +27,13 @@ def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> fl
     learner = Learner(run, batch, gpu, costs)
     trained = batch.iterations * batch.micro_batches
 
-    seconds = trained * (learner.forward() + learner.backward() + costs.micro_batch)
+    seconds = trained * (learner.forward_per_micro_batch() + learner.backward_per_micro_batch() + costs.micro_batch)
     if batch.has_old:
-        seconds += batch.micro_batches * learner.forward()
+        seconds += batch.micro_batches * learner.forward_per_micro_batch()
 
-    seconds += batch.updates * (optimizer_seconds(run, gpu, costs) + learner.keep_matrices())
+    seconds += batch.updates * (optimizer_seconds(run, gpu, costs) + learner.keep_matrices_per_update())
     # The sync has the last quantizing of a rollout batch.
-    return seconds + (batch.updates - 1) * learner.quantize()
+    return seconds + (batch.updates - 1) * learner.quantize_per_update()
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Learner:
     """
     The passes of a micro-batch, in seconds.
 
-    Read `forward` and `backward` first: each adds up properties, which are grouped by what they are the seconds of.
+    Read `forward_per_micro_batch` and `backward_per_micro_batch` first: each adds up properties, whose names say what
+    they are the seconds of.
 
     Attributes:
         run: The run.
@@ -57,29 +58,35 @@ class Learner:
 
     # Passes --------------------------------------------------------------------------------------------------------
 
-    def forward(self) -> float:
+    def forward_per_micro_batch(self) -> float:
         """A forward of a micro-batch, as the log-probs before the updates need it, or the loss."""
-        on_gpu = self._tokens * (self._layers + self._head) + self._passes * self._weights_once
-        launching = self._passes * self._launch_forward
-        return self._together(on_gpu, launching, self._passes * self._gather)
+        on_gpu = self._tokens * (self._layers_per_token + self._head_per_token) + self._passes * self._weights_per_pass
+        launching = self._passes * self._launch_forward_per_pass
+        return self._together(on_gpu, launching, self._passes * self._gather_per_pass)
 
-    def backward(self) -> float:
+    def backward_per_micro_batch(self) -> float:
         """A backward of a micro-batch, with the forward of each layer again if gradients are checkpointed."""
         costs = self.costs
         # The product that is the gradient of the input, and if the matrix is trained the one that is its own.
         products_of_a_matrix = 2 if self._trains_matrices else 1
 
-        products = products_of_a_matrix * self._products_in_bf16
-        layers = products + costs.attention_backward * self._attention + costs.between_backward * self._between
-        head = (1 + products_of_a_matrix) * self._head  # the fused head computes its logits again
+        products = products_of_a_matrix * self._products_in_bf16_per_token
+        layers = (
+            products
+            + costs.attention_backward * self._attention_per_token
+            + costs.between_backward * self._between_per_token
+        )
+        head = (1 + products_of_a_matrix) * self._head_per_token  # the fused head computes its logits again
 
-        on_gpu = self._tokens * (layers + head) + self._passes * self._dequantizing
-        launching = self._passes * (costs.launch_backward * self._launch_layers + self._launch_low_bits)
+        on_gpu = self._tokens * (layers + head) + self._passes * self._dequantizing_per_pass
+        launching = self._passes * (
+            costs.launch_backward * self._launch_layers_per_pass + self._launch_low_bits_per_pass
+        )
         if self.run.checkpointing:
-            on_gpu += self._tokens * self._layers + self._passes * self._weights_once
-            launching += self._passes * self._launch_forward
+            on_gpu += self._tokens * self._layers_per_token + self._passes * self._weights_per_pass
+            launching += self._passes * self._launch_forward_per_pass
 
-        communication = self._passes * self._gather + self._reduce
+        communication = self._passes * self._gather_per_pass + self._reduce_per_micro_batch
         return self._together(on_gpu, launching, communication)
 
     def _together(self, on_gpu: float, launching: float, communication: float) -> float:
@@ -118,25 +125,29 @@ class Learner:
     # Seconds of the GPU for a token --------------------------------------------------------------------------------
 
     @property
-    def _layers(self) -> float:
+    def _layers_per_token(self) -> float:
         """All layers, forward."""
         rounded = {id(parameter) for parameter in self._low_bits if parameter.rounds_inputs}
-        in_8_bits = sum(self._flops(parameter) for parameter in self.run.in_layers if id(parameter) in rounded)
-        in_bf16 = sum(self._flops(parameter) for parameter in self.run.in_layers if id(parameter) not in rounded)
+        in_8_bits = sum(
+            self._flops_per_token(parameter) for parameter in self.run.in_layers if id(parameter) in rounded
+        )
+        in_bf16 = sum(
+            self._flops_per_token(parameter) for parameter in self.run.in_layers if id(parameter) not in rounded
+        )
 
         products = in_8_bits / products_per_second("rounded", self.gpu, self.costs) + in_bf16 / self._bf16
-        return products + self._attention + self._between
+        return products + self._attention_per_token + self._between_per_token
 
     @property
-    def _products_in_bf16(self) -> float:
+    def _products_in_bf16_per_token(self) -> float:
         """One product with each matrix of the layers, in bfloat16."""
-        return sum(self._flops(parameter) for parameter in self.run.in_layers) / self._bf16
+        return sum(self._flops_per_token(parameter) for parameter in self.run.in_layers) / self._bf16
 
-    def _flops(self, parameter: Parameter) -> float:
+    def _flops_per_token(self, parameter: Parameter) -> float:
         return 2 * active_entries(self.run, parameter)
 
     @property
-    def _attention(self) -> float:
+    def _attention_per_token(self) -> float:
         """Attention of all layers, forward: to half of the row's tokens in the mean."""
         config = self.run.config
         row = self.batch.prompt_tokens + self.batch.answer_tokens
@@ -144,7 +155,7 @@ class Learner:
         return flops / (self.gpu.bf16 * self.costs.attention_share)
 
     @property
-    def _between(self) -> float:
+    def _between_per_token(self) -> float:
         """Norms, rotary embeddings, SwiGLU, residuals and roundings of all layers, forward."""
         saved = layer_saved(replace(self.run, low_bit_forward=False))
         size = self.costs.between * saved * self.run.config.num_hidden_layers
@@ -154,7 +165,7 @@ class Learner:
         return size / self._bandwidth
 
     @property
-    def _head(self) -> float:
+    def _head_per_token(self) -> float:
         """The output layer, forward."""
         return 2 * self.run.config.vocab_size * self.run.config.hidden_size / self._bf16
 
@@ -169,10 +180,10 @@ class Learner:
     # Seconds of the GPU for a pass ---------------------------------------------------------------------------------
 
     @property
-    def _weights_once(self) -> float:
+    def _weights_per_pass(self) -> float:
         """Dequantize the weights of a forward, and cast those that are not in the dtype of the products."""
         run = self.run
-        seconds = self._dequantizing_of("packed")
+        seconds = self._dequantizing_of_kind("packed")
         if run.fsdp2:  # which casts before it gathers
             return seconds
 
@@ -183,11 +194,11 @@ class Learner:
         return seconds
 
     @property
-    def _dequantizing(self) -> float:
+    def _dequantizing_per_pass(self) -> float:
         """Dequantize the weights of a backward."""
-        return self._dequantizing_of("packed") + self._dequantizing_of("rounded")
+        return self._dequantizing_of_kind("packed") + self._dequantizing_of_kind("rounded")
 
-    def _dequantizing_of(self, kind: str) -> float:
+    def _dequantizing_of_kind(self, kind: str) -> float:
         if self.run.keeps_matrices:
             return 0.0
         return self._matrix_bytes(kind) / self._bandwidth
@@ -203,11 +214,11 @@ class Learner:
     # Seconds of the processor for a pass ---------------------------------------------------------------------------
 
     @property
-    def _launch_forward(self) -> float:
-        return self._launch_layers + self._launch_low_bits
+    def _launch_forward_per_pass(self) -> float:
+        return self._launch_layers_per_pass + self._launch_low_bits_per_pass
 
     @property
-    def _launch_layers(self) -> float:
+    def _launch_layers_per_pass(self) -> float:
         """Launch the kernels of all layers, without those of low bits."""
         seconds = self.costs.launch_layer * self.run.config.num_hidden_layers
         # A merged adapter is in the weight that is quantized, so that a pass does not see it.
@@ -217,7 +228,7 @@ class Learner:
         return seconds
 
     @property
-    def _launch_low_bits(self) -> float:
+    def _launch_low_bits_per_pass(self) -> float:
         """Launch what low-bit weights add to a pass."""
         seconds = 0.0
         for parameter in self._low_bits:
@@ -230,7 +241,7 @@ class Learner:
     # Communication -------------------------------------------------------------------------------------------------
 
     @property
-    def _gather(self) -> float:
+    def _gather_per_pass(self) -> float:
         """Gather the weights of a pass under FSDP2."""
         run = self.run
         if not run.fsdp2:
@@ -243,7 +254,7 @@ class Learner:
         return size / (self.gpu.link * self.costs.link_share)
 
     @property
-    def _reduce(self) -> float:
+    def _reduce_per_micro_batch(self) -> float:
         """Reduce the gradients of a micro-batch under FSDP2, in float32."""
         if not self.run.fsdp2:
             return 0.0
@@ -252,7 +263,7 @@ class Learner:
 
     # Once in an update ---------------------------------------------------------------------------------------------
 
-    def quantize(self) -> float:
+    def quantize_per_update(self) -> float:
         """Quantize all weights of the learner after an optimizer step."""
         if self.run.frozen:
             return 0.0
@@ -261,7 +272,7 @@ class Learner:
         reading = self.costs.quantize_bytes * entries / self._bandwidth
         return max(reading, self.costs.quantize * len(self._low_bits))
 
-    def keep_matrices(self) -> float:
+    def keep_matrices_per_update(self) -> float:
         """Dequantize the matrices that `quant_keep_matrices` keeps; those of a frozen base stay for good."""
         if not self.run.keeps_matrices or self.run.frozen:
             return 0.0

@@ -347,7 +347,7 @@ def test_a_learner_takes_the_milliseconds_of_an_h200(rows, learner):
     body = Learner(_without_head(run), batch_of(), H200, COSTS)
 
     low, high = LEARNER[rows, learner]
-    assert 0.95 * low < 1000 * (body.forward() + body.backward()) < 1.05 * high
+    assert 0.95 * low < 1000 * (body.forward_per_micro_batch() + body.backward_per_micro_batch()) < 1.05 * high
 
 
 def _without_head(run):
@@ -417,7 +417,7 @@ def test_long_answers_of_a_large_model_gain_by_4_bits_and_a_small_model_does_not
 
 
 def rows_of_the_page():
-    """The table of dev/speed.md: estimated / measured seconds, and times as fast as bf16."""
+    """The table of dev/plan.md: estimated / measured seconds, and times as fast as bf16."""
     measured = measured_steps()
     estimated = estimated_steps()
     for key, of_h200 in measured.items():
@@ -431,7 +431,7 @@ def rows_of_the_page():
 
 
 def test_the_page_has_the_estimates_beside_what_was_measured():
-    page = (Path(__file__).parents[4] / "dev" / "speed.md").read_text()
+    page = (Path(__file__).parents[4] / "dev" / "plan.md").read_text()
 
     rows = [*rows_of_the_page()]
     assert len(rows) == 6

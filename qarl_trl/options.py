@@ -1,0 +1,26 @@
+"""Fields of settings, with their texts and groups in `--help`, which imports nothing that takes seconds."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+
+DATA = "Data"
+LOSS = "Loss"
+QUANTIZATION = "Quantization"
+ENGINE = "Engine and memory"
+# In the order of `--help`.
+GROUPS = (DATA, LOSS, QUANTIZATION, ENGINE)
+
+
+def option(group: str, *, help: str, **default: Any) -> Any:
+    """
+    A field that is a key of recipes, for any of our dataclasses: without a group `--help` would lack it.
+
+    Args:
+        group: One of [`GROUPS`].
+        help: Its text in `--help`.
+        default: `default` or `default_factory`, as for `dataclasses.field`.
+    """
+    return field(metadata={"help": help, "group": group}, **default)

@@ -1,0 +1,87 @@
+"""
+Every setting of this package, from the help of the dataclasses: docs/config_reference.md.
+
+`python tests/config_reference.py` writes the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from qarl_trl.config import QaRLConfig
+from qarl_trl.methods import DataArguments, DistillationArguments, PromptArguments, QaRLScriptArguments
+from qarl_trl.trainers.configs import LowBitDistillationConfig
+from qarl_trl.trainers.settings import LowBitConfig
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "config_reference.md"
+
+HEAD = """# All settings
+
+This page has the settings that the package adds to those of TRL, which keep
+[their meaning](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig). Each is a key of a recipe and an option
+of the command line (`--quant_scheme W4A16`); those of a trainer are also arguments of its config.
+
+<!-- Written by tests/config_reference.py from the help of each field. -->
+"""
+
+SECTIONS: dict[type, str] = {
+    LowBitConfig: "All trainers have these: quantization, engine, weight sync.",
+    QaRLConfig: "`qarl-trl train` and `QaRLTrainer` also have these: loss and learner.",
+    LowBitDistillationConfig: "`qarl-trl distill` also has:",
+    DataArguments: "Recipes of all commands that train have these keys for the data.",
+    PromptArguments: "Recipes of `train`, `rloo` and `distill` also have:",
+    QaRLScriptArguments: "Recipes of `train` and `rloo` also have:",
+    DistillationArguments: "Recipes of `distill` also have:",
+}
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    lines = [HEAD]
+    for config, who in SECTIONS.items():
+        lines += [f"## {config.__name__}\n", f"{who}\n"]
+        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        types = get_type_hints(config)
+        for field in fields(config):
+            if field.name in config.__annotations__:  # the others are TRL's, or in another table
+                lines.append(
+                    f"| `{field.name}` | {_kind(types[field.name])} | {_default(field)} | {_meaning(field)} |"
+                )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _kind(hint: Any) -> str:
+    """A type in words, without the "|" that would end a cell."""
+    if hint is NoneType:
+        return "`null`"
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_kind(part) for part in get_args(hint))
+    return f"`{hint.__name__}`" if isinstance(hint, type) else f"`{hint}`"
+
+
+def _default(field: Field) -> str:
+    """The default as a recipe writes it."""
+    value = field.default if field.default_factory is MISSING else field.default_factory()
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, list):
+        return ", ".join(f"`{item}`" for item in value)
+    return f"`{value}`"
+
+
+def _meaning(field: Field) -> str:
+    """The help text in a cell of a table."""
+    return field.metadata["help"].replace("|", "&#124;")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

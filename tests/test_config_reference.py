@@ -1,0 +1,49 @@
+"""docs/config_reference.md is what `tests/config_reference.py` writes, and has every setting of the package."""
+
+from dataclasses import fields
+
+import config_reference
+import pytest
+from config_reference import PAGE, SECTIONS, page
+
+from qarl_trl.config import QaRLConfig
+from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, Method
+from qarl_trl.train import _groups
+
+
+def keys_of_the_page() -> set[str]:
+    """The first cell of each row."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return {row.split("`")[1] for row in rows}
+
+
+def keys_of_the_package(method: Method) -> set[str]:
+    """The keys of a command that are not TRL's."""
+    keys = set()
+    for group in _groups(method):
+        of_the_group = {field.name for field in fields(group)}
+        for config in group.__mro__:
+            if config.__module__.startswith("qarl_trl"):
+                keys |= of_the_group & set(config.__annotations__)
+    return keys
+
+
+def test_the_page_is_what_the_script_writes():
+    assert PAGE.read_text() == page(), "Run python tests/config_reference.py"
+
+
+def test_a_class_that_the_page_lacks_is_noticed(monkeypatch):
+    """Control."""
+    others = {config: who for config, who in SECTIONS.items() if config is not QaRLConfig}
+    monkeypatch.setattr(config_reference, "SECTIONS", others)
+
+    assert PAGE.read_text() != page()
+
+
+@pytest.mark.parametrize("method", [QARL, SFT, RLOO, DISTILL], ids=["train", "sft", "rloo", "distill"])
+def test_every_key_that_the_package_adds_to_a_command_is_there(method):
+    keys = keys_of_the_package(method)
+
+    assert {"quant_scheme", "dataset_name_or_path"} <= keys  # control
+    assert "learning_rate" not in keys
+    assert keys <= keys_of_the_page()
