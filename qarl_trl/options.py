@@ -14,6 +14,23 @@ ENGINE = "Engine and memory"
 GROUPS = (DATA, LOSS, QUANTIZATION, ENGINE)
 
 
+class Help(str):
+    """
+    The text of a field in `--help`, with its group.
+
+    A key of its own in the field's metadata would be plainer. But transformers' `HfArgumentParser`, on which a user's
+    `TrlParser` builds, hands all of the metadata to argparse, which refuses an unknown key.
+    """
+
+    group: str
+
+    def __new__(cls, text: str, group: str) -> Help:
+        """Args: the text; one of [`GROUPS`]."""
+        described = super().__new__(cls, text)
+        described.group = group
+        return described
+
+
 def option(group: str, *, help: str, **default: Any) -> Any:
     """
     A field that is a key of recipes, for any of our dataclasses: without a group `--help` would lack it.
@@ -23,4 +40,4 @@ def option(group: str, *, help: str, **default: Any) -> Any:
         help: Its text in `--help`.
         default: `default` or `default_factory`, as for `dataclasses.field`.
     """
-    return field(metadata={"help": help, "group": group}, **default)
+    return field(metadata={"help": Help(help, group)}, **default)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from slow.toys import save_model, stored_tensors
+from trl import TrlParser
 
 from qarl_trl import cli, train
 from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
@@ -95,7 +96,7 @@ def test_each_field_of_ours_is_in_a_group_and_in_the_help(method):
     options = options_of(method)
     printed = re.findall(r"^  --(\w+)$", describe_options(method), re.MULTILINE)
 
-    assert all(option.metadata.get("group") in GROUPS for option in options)
+    assert all(option.metadata["help"].group in GROUPS for option in options)
     assert sorted(option.name for option in options) == sorted(ours)
     assert sorted(printed) == sorted(ours)
     assert "kv_cache_dtype" in printed
@@ -106,8 +107,19 @@ def test_the_help_refuses_a_field_without_a_group(monkeypatch):
     without = SimpleNamespace(name="new_field", metadata={"help": "Something."}, default=None)
     monkeypatch.setattr(train, "options_of", lambda method: [without])
 
-    with pytest.raises(KeyError, match="group"):
+    with pytest.raises(AttributeError, match="group"):
         describe_options(QARL)
+
+
+@pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
+def test_a_script_of_a_user_reads_the_config_by_trls_parser(method, tmp_path):
+    """It hands the metadata of a field to argparse, which knows no groups."""
+    _, config, _ = _groups(method)
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--quant_scheme", "W8A16"]
+
+    (args,) = TrlParser((config,)).parse_args_and_config(line)
+
+    assert args.quant_scheme == "W8A16"
 
 
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
