@@ -130,7 +130,7 @@ def describe_options(method: Method = QARL) -> str:
     options = options_of(method)
     lines = [_USAGE.format(command=method.command, about=method.about)]
     for group in GROUPS:
-        described = [_describe_option(option) for option in options if option.metadata["group"] == group]
+        described = [_describe_option(option) for option in options if option.metadata["help"].group == group]
         if not described:
             continue
         title = "Data and rewards" if group == DATA and method.has_rewards else group
