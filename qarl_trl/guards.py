@@ -200,21 +200,29 @@ def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], tra
     # The check is inside, because only one process may have got a wrong result.
     with all_or_none("rollout_func", trainer.accelerator):
         output = rollout_func(prompts, trainer)
-        check_rollout(output, len(prompts))
+        check_rollout(output, len(prompts), trainer.args.weighs_mismatch)
     return output
 
 
-def check_rollout(output: Mapping[str, Any], rows: int) -> None:
+def check_rollout(output: Mapping[str, Any], rows: int, weighs_mismatch: bool) -> None:
     """
     Refuse results of a `rollout_func` that TRL would train on silently.
 
     Args:
         output: Lists with a list for each prompt: `prompt_ids`, `completion_ids`, and `logprobs`, which may be `None`.
         rows: Number of prompts.
+        weighs_mismatch: Whether the loss needs the log-probs.
 
     Raises:
-        ValueError: if numbers of rows or of log-probs are wrong, or an answer is empty.
+        ValueError: if numbers of rows or of log-probs are wrong, or an answer is empty, or log-probs are missing.
     """
+    # TRL (1.16) fails at this after it has scored the rollout batch, in a subtraction.
+    if output["logprobs"] is None and weighs_mismatch:
+        raise ValueError(
+            "rollout_func must return logprobs, got None: vllm_importance_sampling_correction weighs each answer by "
+            "them. Return those of the sampler, or set vllm_importance_sampling_correction: false."
+        )
+
     # TRL checks none of this. It would take log-probs of too few tokens, and train on them.
     prompts = len(output["prompt_ids"])
     tokens = _lengths(output["completion_ids"])

@@ -95,8 +95,8 @@ def tbpo_loss(
     if weight is not None:
         per_token = per_token * weight.unsqueeze(1)
 
-    # Each token of a completion has the same value, so this is the value itself; a completion without tokens counts as
-    # 0.
+    # Without `kept` each token of a completion has the same value, so this is the value itself. With it, a token that
+    # is dropped counts as 0 and stays in the number of tokens. A completion without tokens counts as 0.
     per_completion = (per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     return per_completion.mean()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +86,6 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     }
 
     args: QaRLConfig
-    _last_forward: tuple[Tensor, Tensor | None] | None = None  # see `_take_forward`
 
     def __init__(
         self,
@@ -136,12 +136,6 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
 
         self._tbpo = args.loss_type == TBPO
-        if self._tbpo:
-            # For TRL's part of the loss, see `_compute_loss`: it does not know TBPO. Its KL penalty with
-            # `use_bias_correction_kl` takes the ratio of the sequence, as TBPO does.
-            self.loss_type = "grpo"
-            self.importance_sampling_level = "sequence"
-
         self._choose_passes()
         self._choose_endings()
 
@@ -161,7 +155,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         logged.
         """
         if self._mode == "train":
-            self._step_of_rollout = self.state.global_step  # for `_measure_ratios`; checkpoints hold it
+            self._rollout_buffer.step_of_sampling = self.state.global_step
 
         output = super()._generate_and_score_completions(inputs)
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
@@ -195,25 +189,14 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> TrlResult:
         """TRL's method, for `old` and for the loss, by the low-bit forward and in passes without padding."""
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._last_forward = result[:2]
+        self._loss_forward.note(result)
         return result
-
-    def _take_forward(self) -> tuple[Tensor, Tensor | None]:
-        """
-        Log-probs and entropies `(B, T)` of the forward pass inside TRL's `_compute_loss`, which returns only the loss.
-
-        So they come around it, by an attribute. They are handed on once: no later loss can use those of this pass.
-        """
-        forward = self._last_forward
-        self._last_forward = None
-        if forward is None:
-            raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
-        return forward
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; logs what its ratios say."""
+        self._loss_forward.forget()
         if self._tbpo:
             other_terms, logps, entropies = self._terms_beside_the_policy_loss(model, inputs)
             policy_loss = self._tbpo_loss(logps, entropies, inputs)
@@ -222,7 +205,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
             self._log_policy_loss(policy_loss)
         else:
             loss = super()._compute_loss(model, inputs)
-            logps, _ = self._take_forward()
+            logps, _ = self._loss_forward.take()
 
         self._measure_ratios(logps.detach(), inputs)
         self._measure_mismatch(logps.detach(), inputs)
@@ -239,8 +222,11 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         """
         # With advantages of zero nothing is left of TRL's policy loss.
         zeros = torch.zeros_like(inputs["advantages"])
-        other_terms = super()._compute_loss(model, inputs | {"advantages": zeros})
-        logps, entropies = self._take_forward()
+        # TRL does not know TBPO. With this loss, its KL penalty with `use_bias_correction_kl` takes the ratio of the
+        # sequence, as TBPO does.
+        with patch.multiple(self, loss_type="grpo", importance_sampling_level="sequence"):
+            other_terms = super()._compute_loss(model, inputs | {"advantages": zeros})
+        logps, entropies = self._loss_forward.take()
         return other_terms, logps, entropies
 
     def _tbpo_loss(self, logps: Tensor, entropies: Tensor | None, inputs: dict[str, Any]) -> Tensor:

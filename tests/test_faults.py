@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -153,6 +154,24 @@ def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
 
     with patch.object(guards, "check_rollout", lambda *_: None):
         assert make(spoil=with_too_few, max_steps=1).train().global_step == 1
+
+
+def test_a_rollout_without_log_probs_is_refused_where_the_loss_needs_them(make):
+    """TRL fails in a subtraction, after the batch was scored."""
+
+    def without_logps(weighs_mismatch):
+        trainer = SimpleNamespace(
+            accelerator=TwoProcesses(torch.zeros(1), first=True), args=SimpleNamespace(weighs_mismatch=weighs_mismatch)
+        )
+        output = {"prompt_ids": [[1], [2]], "completion_ids": [[3], [4, 5]], "logprobs": None}
+        return guards.rollout_of_all(lambda prompts, trainer: output, ["a", "b"], trainer)
+
+    with pytest.raises(ValueError, match="rollout_func must return logprobs, got None.*correction: false"):
+        without_logps(weighs_mismatch=True)
+
+    # Control: without the correction nothing needs them, and the trainer says so.
+    assert without_logps(weighs_mismatch=False)["logprobs"] is None
+    assert make(spoil=lambda output: output | {"logprobs": None}, max_steps=1).train().global_step == 1
 
 
 def test_a_rollout_batch_without_rewards_stops_the_run(make):

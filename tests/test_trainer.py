@@ -7,7 +7,7 @@ import references
 import torch
 from learner.test_features import Gradients, rollout
 from slow.toys import distinct_characters, prompts
-from toy_runs import OFF, changed, logged, make, master_weights, stock_config, train, without_engine
+from toy_runs import OFF, adapter, changed, logged, make, master_weights, stock_config, train, without_engine
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -216,6 +216,21 @@ def test_a_lost_loss_hook_stops_the_run(dense_model, tmp_path, monkeypatch):
         trainer.train()
 
 
+def test_a_loss_without_a_forward_does_not_get_the_forward_of_old(dense_model, tmp_path, monkeypatch):
+    """`old` is computed right before the loss, by the same method."""
+
+    def without_forward(self, model, inputs):
+        return torch.zeros((), requires_grad=True)
+
+    # Control: TRL's own loss makes one.
+    make(dense_model, tmp_path / "whole", steps_per_generation=2, max_steps=1).train()
+
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", without_forward)
+    trainer = make(dense_model, tmp_path, steps_per_generation=2)
+    with pytest.raises(RuntimeError, match="without `_get_per_token_logps_and_entropies`"):
+        trainer.train()
+
+
 def test_a_bypassed_layer_stops_the_run(dense_model, tmp_path):
     trainer = make(dense_model, tmp_path)
     layer = trainer.model.model.layers[0].mlp.up_proj
@@ -223,3 +238,31 @@ def test_a_bypassed_layer_stops_the_run(dense_model, tmp_path):
 
     with pytest.raises(RuntimeError, match=r"1 quantized layers did not run.*mlp\.up_proj"):
         trainer.train()
+
+
+@pytest.mark.parametrize("lora_base", ["frozen", "merged"])
+def test_a_layer_that_only_the_loss_bypasses_stops_the_run(dense_model, tmp_path, lora_base):
+    """The reference pass runs a layer in low bits without gradients, and nothing in it is trained then."""
+    trainer = make(dense_model, tmp_path, adapter(), lora_base=lora_base, beta=0.1)
+    block = trainer.model.get_base_model().model.layers[0].mlp
+    layer = block.up_proj if lora_base == "frozen" else block.down_proj
+    in_low_bits = layer.forward
+    passes = []
+
+    def forward(x):
+        if not torch.is_grad_enabled():
+            passes.append(x)
+            return in_low_bits(x)
+        return torch.zeros(*x.shape[:-1], layer.out_features, device=x.device, dtype=x.dtype)
+
+    layer.forward = forward
+    # A script may run the model before it trains.
+    with torch.no_grad():
+        trainer.model(torch.tensor([[3, 4, 5]]))
+
+    with pytest.raises(RuntimeError, match=r"1 quantized layers did not run.*mlp\.(up|down)_proj"):
+        trainer.train()
+
+    assert len(passes) > 1
+    # Control: a layer that the loss runs is not bypassed.
+    make(dense_model, tmp_path / "whole", adapter(), lora_base=lora_base, beta=0.1, max_steps=1).train()

@@ -77,10 +77,11 @@ def test_a_resume_reads_its_checkpoint_where_it_was(here, moving_reward):
 
 
 def test_a_name_of_the_hub_stays_a_name(here, tmp_path):
-    from qarl_trl.trainers.low_bit import _anchor_paths
+    from qarl_trl.trainers.low_bit import _anchor_folders, _anchor_model
 
     args = QaRLConfig(**without_engine("run", sync_folder="sync"))
-    assert _anchor_paths("some/model", args) == "some/model"
-    assert _anchor_paths("model", args) == str(here / "model")
+    assert _anchor_model("some/model") == "some/model"
+    assert _anchor_model("model") == str(here / "model")
+    _anchor_folders(args)
     assert args.output_dir == str(here / "run")
     assert args.sync_folder == str(here / "sync")

@@ -128,7 +128,7 @@ def test_a_first_ratio_that_is_not_one_is_named_once(dense_model, tmp_path, capl
         result = forward(*args, **kwargs)
         if torch.is_grad_enabled():  # the loss, not `old`
             logps, entropies = result[:2]
-            trainer._last_forward = (logps + 1e-3, entropies)
+            trainer._loss_forward.note((logps + 1e-3, entropies, None))
         return result
 
     trainer._get_per_token_logps_and_entropies = shifted

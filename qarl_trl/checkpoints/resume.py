@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "t
 # Entries of a manifest: the settings of its run by name, and whether it was saved within a rollout batch.
 SETTINGS = "settings"
 WITHIN_BATCH = "within_rollout_batch"
+# The entry of the reward functions among the settings. It is in no config.
+REWARDS = "reward_funcs"
 # Rows of a data set that are read at once.
 _ROWS = 1000
 
@@ -220,6 +223,8 @@ def identity_of(
     if not isinstance(model, str) and "model_init_kwargs" in settings:
         # It was loaded before, with a dtype that the settings do not say.
         settings["model_init_kwargs"]["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if trainer_arguments.get("reward_funcs") is not None:
+        settings[REWARDS] = _names_of_rewards(trainer_arguments["reward_funcs"])
 
     return {
         "model": name,
@@ -259,6 +264,33 @@ def _tokenizer_fact(processing_class: Any) -> str:
 
     content = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _names_of_rewards(rewards: Any) -> list[str]:
+    """
+    The names of reward functions, in their order.
+
+    Args:
+        rewards: One or several functions, reward models or their names.
+    """
+    several = rewards if isinstance(rewards, list | tuple) else [rewards]
+    return [_name_of_reward(reward) for reward in several]
+
+
+def _name_of_reward(reward: Any) -> str:
+    """Module and qualified name of a function; the name of a reward model."""
+    if isinstance(reward, nn.Module):
+        config: Any = reward.config
+        reward = config._name_or_path
+    if isinstance(reward, str):
+        # A folder may move.
+        return Path(reward).name if Path(reward).is_dir() else reward
+
+    while isinstance(reward, partial):
+        reward = reward.func
+    # An object that can be called has the name of its class.
+    named = reward if hasattr(reward, "__qualname__") else type(reward)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _data_fact(data: Any) -> str:

@@ -21,9 +21,14 @@ class RolloutBuffer:
 
     Args:
         trainer: Any trainer of TRL.
+
+    Attributes:
+        step_of_sampling: The optimizer step at which a [`~qarl_trl.QaRLTrainer`] sampled the rollout batch; -1 before
+            the first one, and in other trainers.
     """
 
     def __init__(self, trainer: Any) -> None:
+        self.step_of_sampling = -1
         self._trainer = trainer
 
     @property
@@ -45,33 +50,36 @@ class RolloutBuffer:
             return args.gradient_accumulation_steps  # distillation samples for each optimizer step
         return args.steps_per_generation * self._trainer.num_iterations
 
-    def dump(self) -> tuple[int, Any]:
+    def dump(self) -> tuple[int, int, Any]:
         """
         What a checkpoint must store.
 
         Returns:
-            The number of micro-batches trained so far, and the micro-batches of the rollout batch. Between two rollout
-            batches 0 and `None`: nothing of the last one is needed again, and the next may be divided otherwise.
+            The number of micro-batches trained so far, the step of sampling, and the micro-batches of the rollout
+            batch. Between two rollout batches the first is 0 and the last `None`: nothing of the batch is needed
+            again, and the next may be divided otherwise.
         """
         if not self.in_batch:
-            return 0, None
-        return self._trainer._step, self._trainer._buffered_inputs
+            return 0, self.step_of_sampling, None
+        return self._trainer._step, self.step_of_sampling, self._trainer._buffered_inputs
 
-    def load(self, step: int, micro_batches: Any) -> None:
+    def load(self, step: int, step_of_sampling: int, micro_batches: Any) -> None:
         """
         Continue at the place of a checkpoint.
 
         Args:
             step: Number of micro-batches trained so far, from [`dump`].
+            step_of_sampling: The optimizer step at which the rollout batch was sampled, from [`dump`].
             micro_batches: The rollout batch, from [`dump`].
         """
+        self.step_of_sampling = step_of_sampling
         self._trainer._step = step
         self._trainer._buffered_inputs = micro_batches
 
     def forget(self) -> None:
         """Sample a new rollout batch next, after a weight sync."""
         if self.exists:
-            self.load(0, None)
+            self.load(0, self.step_of_sampling, None)
             self.force_sync()
 
     def force_sync(self) -> None:

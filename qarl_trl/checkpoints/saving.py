@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,21 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import restore_master_weights
-from ..export import LOW_BIT_FOLDER, save_low_bit
-from ..export.card import CARD, edited_card, write_card
+from ..export import save_low_bit
+from ..export.card import write_card
+from ..export.card_edits import CARD, edited_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
 from ..export.low_bit import holds_low_bit
-from ..guards import on_first
+from ..export.outputs import Outputs
+from ..guards import all_or_none, on_first
 from ..quant.layers.experts import expert_modules
 from ..quant.names import base_model
-from ..quant.store import iter_low_bit_weights
+from ..quant.store import LowBitStore, iter_low_bit_weights
+from ..quant.weight_stream import WeightStream
 from .folder import INCOMING, commit, rotate
 from .lock import holding
 from .optimizer import apply_settings, settings_of_groups
@@ -48,7 +53,6 @@ class CheckpointMixin:
         _identity: The facts that identify the run in its manifests.
         _sampler: The sampler of the training set.
         _base_folders: Folders into which this trainer has written the frozen base.
-        _step_of_rollout: The optimizer step at which the current rollout batch was sampled.
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _resumed: Whether the last call of `train` resumed from a checkpoint.
     """
@@ -57,9 +61,18 @@ class CheckpointMixin:
     _identity: dict[str, Any]
     _sampler: Any = None
     _base_folders: frozenset[Path] = frozenset()
-    _step_of_rollout = -1
     _owns_checkpoints = False
     _resumed = False
+
+    # What it needs of the parts beside it. Of `LowBitMixin`:
+    _unwrapped: Any
+    _gather_params: Callable[[Any], AbstractContextManager[Any]]
+    low_bit_store: LowBitStore | None
+    # Of `SharingMixin`:
+    _outputs: Callable[..., Outputs]
+    _write_cards: Callable[[Path], None]
+    _facts_of_base: dict[str, Any]
+    _frozen_base: str
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -133,23 +146,20 @@ class CheckpointMixin:
             output_dir: The folder, by default `args.output_dir`.
         """
         path = Path(output_dir or self.args.output_dir)
-        writes_checkpoint = self._incoming is not None
-        # Then `path` gets master weights or an adapter, and the low-bit model needs a folder of its own.
-        in_subfolder = writes_checkpoint or is_peft_model(self._unwrapped)
-
+        outputs = self._outputs(in_checkpoint=self._incoming is not None)
         users_card = edited_card(path)
 
-        if in_subfolder or not self.args.quantized:
+        if outputs.high_precision:
             super().save_model(str(path), _internal_call=True)
             apply_umask(path)
         # peft changes a card that is there, and adds the base's local path to it.
         if users_card is not None and self.args.should_save:
             (path / CARD).write_bytes(users_card)
 
-        if self.args.frozen:
+        if outputs.frozen_base:
             self._save_base(path)
-        elif self.args.quantized and (self.args.export_low_bit or not writes_checkpoint):
-            self._save_low_bit(path / LOW_BIT_FOLDER if in_subfolder else path)
+        if outputs.low_bit is not None:
+            self._save_low_bit(path / outputs.low_bit)
         self._write_cards(path)
 
     def _save_base(self, path: Path) -> None:
@@ -192,30 +202,35 @@ class CheckpointMixin:
 
     def _has_base(self, folder: Path) -> bool:
         """Whether `folder` holds the frozen base as this run quantized it. Collective."""
-        weights = iter_low_bit_weights(self._unwrapped, self._gather_params)
         is_missing = False
-        if self.args.should_save:
-            is_missing = not holds_low_bit(self._unwrapped, folder, weights)
-
-        # All processes must take part in each gather, to the end.
-        for _ in weights:
-            pass
+        with self._weights_for_a_file("comparison with the frozen base") as weights:
+            if self.args.should_save:
+                is_missing = not holds_low_bit(self._unwrapped, folder, weights)
         return not self._any_process(is_missing)
 
     def _save_low_bit(self, path: Path) -> None:
         """Write the low-bit model and its card, from the master weights as they are now. Collective."""
-        weights = iter_low_bit_weights(self._unwrapped, self._gather_params)
-        if self.args.should_save:
-            save_low_bit(self._unwrapped, self.processing_class, path, weights=weights)
-            # A frozen base has a repository of its own, beside the adapter's.
-            if self.args.frozen:
-                repository = self._frozen_base if self.hub_model_id else None
-                write_card(path, repository, **self._facts_of_base)
-        else:
-            # The other processes must take part in each gather.
-            for _ in weights:
-                pass
-        self.accelerator.wait_for_everyone()
+        with self._weights_for_a_file("save of the low-bit model") as weights:
+            if self.args.should_save:
+                save_low_bit(self._unwrapped, self.processing_class, path, weights=weights)
+                # A frozen base has a repository of its own, beside the adapter's.
+                if self.args.frozen:
+                    repository = self._frozen_base if self.hub_model_id else None
+                    write_card(path, repository, **self._facts_of_base)
+
+    @contextmanager
+    def _weights_for_a_file(self, what: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """
+        The low-bit weights, of which some processes read all, and others none. Collective.
+
+        The gathers of sharded weights need all processes to the end, also if one of them fails; then all stop.
+
+        Args:
+            what: What the block does, for the error in the other processes.
+        """
+        weights = WeightStream(iter_low_bit_weights(self._unwrapped, self._gather_params))
+        with all_or_none(what, self.accelerator), weights.read_to_the_end():
+            yield iter(weights)
 
     # Training checkpoints --------------------------------------------------------------------------------------------
 
@@ -265,8 +280,7 @@ class CheckpointMixin:
         """
         super()._save_rng_state(output_dir)
         if self._rollout_buffer.exists:
-            step, micro_batches = self._rollout_buffer.dump()
-            torch.save((step, self._step_of_rollout, micro_batches), self._rollout_file(output_dir))
+            torch.save(self._rollout_buffer.dump(), self._rollout_file(output_dir))
 
     def _load_rng_state(self, checkpoint: str) -> None:
         """The Trainer's method. It also loads a rollout batch that is not used up."""
@@ -274,16 +288,14 @@ class CheckpointMixin:
         if self._rollout_buffer.exists:
             file = self._rollout_file(checkpoint)
             stored = torch.load(file, map_location=self.accelerator.device, weights_only=True)
-            step, step_of_rollout, micro_batches = stored
-            self._step_of_rollout = step_of_rollout
-            self._rollout_buffer.load(step, micro_batches)
+            self._rollout_buffer.load(*stored)
 
     def _any_process(self, flag: bool) -> bool:
         """Whether `flag` is set on any process. All processes must call this."""
         flags = self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device))
         return bool(flags.any())
 
-    @property
+    @cached_property
     def _rollout_buffer(self) -> RolloutBuffer:
         """TRL's buffer of completions in this trainer."""
         return RolloutBuffer(self)

@@ -26,7 +26,7 @@ _OF_A_RUN = re.compile(rf"{LOW_BIT_FOLDER}|{BASE_FOLDER}|checkpoint-\d+")
 # Beside an adapter of a frozen base: a digest of the base.
 BASE_CONFIG = "base_config.json"
 # The files of weights that transformers, peft and vLLM read. Others are the user's ("model-backup.safetensors").
-_WEIGHTS = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors")
+_MODEL_OR_ADAPTER = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors")
 # A digest reads so many bytes at about so many places of a weight file.
 _SAMPLE_BYTES = 256
 _SAMPLES = 256
@@ -181,7 +181,7 @@ def weight_files(folder: Path) -> list[Path]:
     Returns:
         The files in the order of their names. Copies that a user made beside them are left out.
     """
-    return sorted(file for file in folder.glob("*.safetensors") if _WEIGHTS.fullmatch(file.name))
+    return sorted(file for file in folder.glob("*.safetensors") if _MODEL_OR_ADAPTER.fullmatch(file.name))
 
 
 def digest(files: Iterable[Path]) -> str:

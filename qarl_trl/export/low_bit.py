@@ -38,7 +38,7 @@ from .files import apply_umask, flush, weight_files
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 SCRATCH = ".incoming-"
 # The files of weights that transformers and vLLM read. Others are the user's ("model-backup.safetensors"), and stay.
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_MODEL_OR_INDEX = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
@@ -233,7 +233,7 @@ def _move_into_place(scratch: Path, path: Path) -> None:
 
     new_files = {file.name for file in scratch.iterdir()}
     for file in path.iterdir():
-        if _WEIGHTS.fullmatch(file.name) and file.name not in new_files:  # a shard of the old model
+        if _MODEL_OR_INDEX.fullmatch(file.name) and file.name not in new_files:  # a shard of the old model
             file.unlink()
 
     config_last = sorted(scratch.iterdir(), key=lambda file: file.name == "config.json")

@@ -13,7 +13,8 @@ import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 
-from .card import CARD, addressed, has_low_bit_model
+from .card import has_low_bit_model
+from .card_edits import CARD, addressed
 from .files import weight_files
 
 

@@ -11,9 +11,12 @@ from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo, ModelCard
 
 from ..quant.names import base_model
-from .card import ADDRESS, CARD, base_facts, edited_card, render_card, served_rank, training_facts, write_card
-from .files import ADAPTER_CONFIG, BASE_FOLDER, LOW_BIT_FOLDER
+from .card import render_card, served_rank, write_card
+from .card_edits import ADDRESS, CARD, edited_card
+from .card_facts import base_facts, training_facts
+from .files import ADAPTER_CONFIG, BASE_FOLDER
 from .low_bit import quantization_config
+from .outputs import Outputs, outputs_of
 from .push import open_repo, push, repository_of
 
 
@@ -60,38 +63,34 @@ class SharingMixin:
             return
 
         facts = training_facts(self) | dict(self._named_facts)
-        is_adapter = is_peft_model(self._unwrapped)
-        writes_checkpoint = self._incoming is not None
-
-        writes_low_bit = self.args.quantized and not self.args.frozen
-        if writes_low_bit and (self.args.export_low_bit or not writes_checkpoint):
-            in_subfolder = is_adapter or writes_checkpoint
-            write_card(folder / LOW_BIT_FOLDER if in_subfolder else folder, self.hub_model_id, **facts)
-
-        writes_other = is_adapter or not self.args.quantized
-        if writes_other and edited_card(folder) is None:
-            card = self._card_of_other(facts)
+        outputs = self._outputs(in_checkpoint=self._incoming is not None)
+        if outputs.low_bit is not None:
+            write_card(folder / outputs.low_bit, self.hub_model_id, **facts)
+        if outputs.card is not None and edited_card(folder) is None:
+            card = self._card_of_high_precision(outputs.card, facts)
             (folder / CARD).write_text(card.content)
 
-    def _card_of_other(self, facts: dict[str, Any]) -> ModelCard:
-        """The card of what is no low-bit model: an adapter, or a model without quantization."""
-        if is_peft_model(self._unwrapped):
-            return self._card_of_adapter(facts)
-        return render_card("full", self.hub_model_id, None, **facts)
+    def _outputs(self, in_checkpoint: bool) -> Outputs:
+        """What a save of this run writes, into a training checkpoint or elsewhere."""
+        return outputs_of(self.args, is_peft_model(self._unwrapped), in_checkpoint)
 
-    def _card_of_adapter(self, facts: dict[str, Any]) -> ModelCard:
+    def _card_of_high_precision(self, kind: str, facts: dict[str, Any]) -> ModelCard:
+        """The card of what is no low-bit model: an adapter, or a model without quantization (`kind`)."""
+        if kind == "full":
+            return render_card(kind, self.hub_model_id, None, **facts)
+        return self._card_of_adapter(kind, facts)
+
+    def _card_of_adapter(self, kind: str, facts: dict[str, Any]) -> ModelCard:
         """The card of the adapter."""
         model = self._unwrapped
         config = model.peft_config[model.active_adapter]  # the reference may be another adapter
         repository: str | None = self.hub_model_id
-        if self.args.frozen:
-            kind = "frozen_adapter"
+        if kind == "frozen_adapter":
             served_base = self._frozen_base
             # The base that the run quantizes has a page of its own only beside a repository of the adapter.
             if not self.args.from_checkpoint and self.hub_model_id:
                 facts = facts | {"base_id": served_base, "base": served_base}
         else:
-            kind = "merged_adapter" if self.args.quantized else "adapter"
             if kind == "merged_adapter":
                 # The repository of such a run has the merged model alone, and no adapter.
                 repository = None
@@ -194,5 +193,4 @@ class SharingMixin:
     @property
     def _model_output(self) -> Path:
         """The folder of the model to push. A run with an adapter pushes its merged low-bit model only."""
-        beside_adapter = self.args.quantized and not self.args.frozen and is_peft_model(self._unwrapped)
-        return Path(self.args.output_dir, LOW_BIT_FOLDER if beside_adapter else "")
+        return Path(self.args.output_dir, self._outputs(in_checkpoint=False).low_bit or "")

@@ -83,7 +83,7 @@ class LowBitStore:
 
     def bypassed_layers(self) -> list[str]:
         """Names of the layers that should have trained in low bits and never did."""
-        return [name for name, layer in self.layers() if layer.quantized_forward and not layer.has_trained]
+        return [name for name, layer in self.layers() if layer.quantized_forward and not layer.ran_in_training]
 
     # When weights change ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 - `engine` is the engine of a run: built, synced, checked, asked for completions. Start here.
 - `engine_settings`, `scheme_support`, `cpu_support`: what it is told at its start, and what it can run.
-- `weight_stream`, `adapter_folder`: what a sync reads, and where an adapter is written.
+- `adapter_folder`: where an adapter is written.
 - `sync_check/`: does the engine hold what was synced?
 - `server/`: an engine in another process.
 - `vllm/`: all that reaches into vLLM's private parts.

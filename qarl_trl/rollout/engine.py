@@ -33,6 +33,7 @@ from .._compat.rollout_batch import extracted_by
 from ..guards import all_or_none, on_first
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
+from ..quant.weight_stream import WeightStream
 from .adapter_folder import AdapterFolder, adapter_place
 from .engine_settings import low_bit_settings
 from .server.client import ServerClient
@@ -42,7 +43,6 @@ from .sync_check.engine_logps import engine_logps
 from .vllm import adapters, linear_layer, reloading, sampling, start
 from .vllm.attention_scales import keep_cache_scales
 from .vllm.flat_logprobs import extract_logprobs
-from .weight_stream import WeightStream
 
 
 class LowBitVLLMGeneration(VLLMGeneration):

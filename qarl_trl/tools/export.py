@@ -56,7 +56,8 @@ def main(argv: Sequence[str]) -> None:
     from transformers import AutoTokenizer
 
     from ..export import check_target, check_writable, save_low_bit
-    from ..export.card import base_facts, write_card
+    from ..export.card import write_card
+    from ..export.card_facts import base_facts
     from ..export.files import check_apart, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme

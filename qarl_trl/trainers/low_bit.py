@@ -25,22 +25,19 @@ from ..checkpoints.resume import identity_of, resume_path
 from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
 from ..cpu_exact.ops import use_engine_ops
-from ..export import quantization_config
 from ..export.sharing import SharingMixin
-from ..learner.attention import attend_from_cache, attending_from_cache
+from ..learner.attention import attend_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
+from ..quant.layers.layer import forget_training, outside_training
 from ..quant.names import base_model
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
-from ..rollout.scheme_support import default_engine_kwargs
-from ..rollout.sync_check.check import SyncCheck, usual_mismatch
-from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
-from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
 from ..validate import check_head, check_run
+from .engine import build_engine
 from .settings import LowBitConfig
 
 
@@ -89,7 +86,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             resume_path(args.resume_from_checkpoint, args, self._identity)
 
         # After the checks, whose errors have the user's own words.
-        arguments["model"] = _anchor_paths(model, args)
+        _anchor_folders(args)
+        arguments["model"] = _anchor_model(model)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         with construction(type(self), partial(self._build_engine, args), self._loader(args)):
@@ -104,7 +102,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
             add_first_callback(self, _TellStore(self.low_bit_store))
-            self.add_callback(_CheckLayers(self._check_layers_ran))
+            self.add_callback(_CheckLayers(self._check_layers_ran, lambda: forget_training(self._unwrapped)))
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))
 
@@ -141,43 +139,17 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
                 "if that is intended."
             )
 
+    def _prepare_inputs(self, *args: Any) -> Any:
+        """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
+        with outside_training(self._unwrapped):
+            return super()._prepare_inputs(*args)
+
     # Engine ----------------------------------------------------------------------------------------------------------
 
     def _build_engine(self, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
         """Stands for TRL's `VLLMGeneration(model, ...)` in its constructor."""
         quantize_policy(model, args, self._plan)
-        return LowBitVLLMGeneration(
-            model,
-            quantization_config=quantization_config(model),
-            engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
-            frozen=args.frozen,
-            sync_folder=args.sync_folder,
-            sync_check=self._build_sync_check(),
-            seed=args.seed,
-            stop_token_ids=getattr(self, "eos_token_ids", ()),
-            **engine_args,
-        )
-
-    def _build_sync_check(self) -> SyncCheck | None:
-        if self.args.verify_sync == "off":
-            return None
-
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        longest = self.args.vllm_max_model_length or LENGTH + 1
-        length = min(LENGTH, longest - 1)
-        vocabulary = self.model.config.get_text_config().vocab_size
-        tokens = sync_check_tokens(tokenizer, vocabulary, length)
-        # The check's learner computes what the engine does also where training does not: so with the weights, and so
-        # with an unaligned cache, if its rounding is known.
-        unaligned = self.args.has_low_bit_cache and self.args.aligned_cache is None
-        cache_dtype = self.args.kv_cache_dtype if unaligned and self.args.device.type == "cpu" else None
-
-        def score() -> LearnerLogps:
-            with self.accelerator.autocast(), attending_from_cache(self._unwrapped, cache_dtype):
-                return learner_logps(self._unwrapped, tokens)
-
-        usual = usual_mismatch(self.model)
-        return SyncCheck(tokens, self.args.verify_sync, score, self.accelerator.gather, self._log_with_training, usual)
+        return build_engine(self, args, model, **engine_args)
 
     def _tool_call_loop(self, *args: Any) -> tuple:
         """
@@ -272,9 +244,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._metrics["train"][name].append(value)
 
 
-def _anchor_paths(model: Any, args: Any) -> Any:
+def _anchor_folders(args: Any) -> None:
     """
-    Make the paths of a run absolute, and return its model, or the name of it.
+    Make the folders of a run absolute.
 
     A reward function or a tool may change the current folder; what is saved later must not follow.
     """
@@ -283,6 +255,9 @@ def _anchor_paths(model: Any, args: Any) -> Any:
         if path:
             setattr(args, field, os.path.abspath(path))
 
+
+def _anchor_model(model: Any) -> Any:
+    """Make the folder of a model absolute, and return the model, or its name."""
     if isinstance(model, str):
         return os.path.abspath(model) if os.path.isdir(model) else model
 
@@ -342,10 +317,16 @@ class _TellStore(TrainerCallback):
 
 
 class _CheckLayers(TrainerCallback):
-    """Calls `check` once, after the first step."""
+    """Calls `forget` before the first step, and `check` after it."""
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    def __init__(self, check: Callable[[], None], forget: Callable[[], None]) -> None:
         self._check: Callable[[], None] | None = check
+        self._forget = forget
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A script may have run the model before, for a sync or an evaluation.
+        if self._check is not None:
+            self._forget()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._check is not None:

@@ -103,7 +103,7 @@ class MeasuredMixin:
         written = written_tokens(inputs, self._tokenizer.pad_token_id)
         errors = find_error_tokens(inputs["completion_ids"], written)
         # Until the first optimizer step after the rollout every ratio must be 1.
-        is_fresh = self._mode == "train" and self.state.global_step == self._step_of_rollout
+        is_fresh = self._mode == "train" and self.state.global_step == self._rollout_buffer.step_of_sampling
         prefix = "" if self._tbpo else "paper_"
         measured = measure_ratios(
             logps, inputs, errors, self.args.trust_band, prefix, self.accelerator.gather, is_fresh

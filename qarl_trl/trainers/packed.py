@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from .._compat.training_loop import accumulating
 from ..learner.groups import MicroBatchGroups, scored_arguments
 from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
+from .loss_forward import LossForward
 
 
 class PackedMixin:
@@ -27,16 +29,16 @@ class PackedMixin:
     Attributes:
         _passes: Runs the passes; `None` for TRL's padded ones.
         _groups: Which micro-batches of an update share a pass; `None` if each has its own.
-        _shared_forward: For the next loss of TRL: the result of a pass that ran before it, because the micro-batch
-            shared it. TRL's `_compute_loss` makes its forward itself, and takes no result of another.
+        _loss_forward: Carries the forward of a pass into the losses of the micro-batches that shared it.
     """
 
     _passes: PackedPasses | None = None
     _groups: MicroBatchGroups | None = None
-    _shared_forward: TrlResult | None = None
+    _loss_forward: LossForward
 
     def _choose_passes(self) -> None:
         """Choose between padded and packed passes, by the settings; at the end of the constructor."""
+        self._loss_forward = LossForward()
         if self.args.max_tokens_per_pass is None:
             return
 
@@ -81,10 +83,9 @@ class PackedMixin:
         Returns:
             Log-probs `(B, T)`, entropies `(B, T)` or `None`, balancing loss or `None`.
         """
-        if self._shared_forward is not None:
-            result = self._shared_forward
-            self._shared_forward = None
-            return result
+        shared = self._loss_forward.take_shared()
+        if shared is not None:
+            return shared
 
         text = {
             "model": model,
@@ -158,21 +159,37 @@ class PackedMixin:
         if len(together) == 1:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
+        compute_loss = super().compute_loss
+        losses = self._losses_of_group(model, together, lambda one: compute_loss(model, one, *args, **kwargs))
+        return torch.stack(losses).sum()
+
+    def _losses_of_group(
+        self, model: nn.Module, together: list[dict[str, Any]], compute_one: Callable[[dict[str, Any]], Tensor]
+    ) -> list[Tensor]:
+        """
+        The losses of micro-batches from one forward pass.
+
+        Args:
+            model: The model as the Trainer calls it.
+            together: The micro-batches. After the last one the optimizer may step.
+            compute_one: TRL's loss of a micro-batch.
+        """
+        losses = []
+        for micro_batch, forward in zip(together, self._forwards_of_group(model, together), strict=True):
+            # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
+            ends_update = self.accelerator.sync_gradients and micro_batch is together[-1]
+            with self._loss_forward.sharing(forward), accumulating(self.accelerator, ends_update):
+                losses.append(compute_one(micro_batch))
+        return losses
+
+    def _forwards_of_group(self, model: nn.Module, together: list[dict[str, Any]]) -> list[TrlResult]:
+        """One forward pass over micro-batches, as the result of TRL's method for each of them."""
         logps, entropies, _ = self._get_per_token_logps_and_entropies(model, **scored_arguments(together))
         assert entropies is not None  # asked for in `scored_arguments`
-        rows = [len(micro_batch["prompt_ids"]) for micro_batch in together]
-        forwards = zip(logps.split(rows), entropies.split(rows), strict=True)
 
-        losses = []
-        for micro_batch, (of_logps, of_entropies) in zip(together, forwards, strict=True):
-            self._shared_forward = (of_logps, of_entropies, None)
-            # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
-            ends_update = self.accelerator.sync_gradients and micro_batch is inputs
-            with accumulating(self.accelerator, ends_update):
-                losses.append(super().compute_loss(model, micro_batch, *args, **kwargs))
-            if self._shared_forward is not None:
-                raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")
-        return torch.stack(losses).sum()
+        rows = [len(micro_batch["prompt_ids"]) for micro_batch in together]
+        parts = zip(logps.split(rows), entropies.split(rows), strict=True)
+        return [(logps_of_one, entropies_of_one, None) for logps_of_one, entropies_of_one in parts]
 
     def _runs_packed(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
         """Whether TRL's loss of a micro-batch runs in packed passes."""

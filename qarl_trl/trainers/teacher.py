@@ -40,13 +40,13 @@ def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
     return not is_sharded
 
 
-def own_start(model: str | nn.Module, args: Any) -> str | nn.Module:
+def check_own_start(model: str | nn.Module, args: Any) -> None:
     """
-    The start of a run as a second model: its name, or a copy of a model that is loaded.
+    Refuse a run whose own start cannot be its teacher.
 
     Args:
         model: The trainer's model, or its name.
-        args: The config of the run; its `teacher_model_init_kwargs` become those of the student, but for the dtype.
+        args: The config of the run.
 
     Raises:
         ValueError: if the student would equal its start, or the model has an adapter already.
@@ -56,14 +56,29 @@ def own_start(model: str | nn.Module, args: Any) -> str | nn.Module:
             "teacher_model_name_or_path is missing: without low-bit weights in the learner, the student equals its "
             "own start. Name a teacher, or set quant_scheme and quantize_learner."
         )
-    if not isinstance(model, str):
-        if adapter_configs(model, None):
-            raise ValueError("A PeftModel has no start of its own to learn from: merge it, or give teacher_model.")
-        return copy.deepcopy(model)
+    if not isinstance(model, str) and adapter_configs(model, None):
+        raise ValueError("A PeftModel has no start of its own to learn from: merge it, or give teacher_model.")
 
+
+def own_start(model: str | nn.Module) -> str | nn.Module:
+    """
+    The start of a run as a second model: its name, or a copy of a model that is loaded.
+
+    Args:
+        model: The trainer's model, or its name.
+    """
+    return model if isinstance(model, str) else copy.deepcopy(model)
+
+
+def loading_of_own_start(args: Any) -> dict[str, Any]:
+    """
+    The `teacher_model_init_kwargs` with which the start of a run loads: those of the student, but for the dtype.
+
+    Args:
+        args: The config of the run. Its `teacher_model_init_kwargs` come first.
+    """
     loading = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "dtype"}
-    args.teacher_model_init_kwargs = loading | (args.teacher_model_init_kwargs or {})
-    return model
+    return loading | (args.teacher_model_init_kwargs or {})
 
 
 class BaseOfAdapter(nn.Module):

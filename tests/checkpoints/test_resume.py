@@ -2,11 +2,15 @@
 
 import dataclasses
 import errno
+import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from configs import config
 from peft import LoraConfig
 from slow.toys import forge
@@ -136,6 +140,59 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
         resume_path("true", args, without_adapter)
 
 
+def reward_of_one(completions, **_):
+    return [1.0] * len(completions)
+
+
+def reward_of_two(completions, **_):
+    return [2.0] * len(completions)
+
+
+class RewardModel(torch.nn.Module):
+    """A reward model as transformers loads it."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.config = SimpleNamespace(_name_or_path=name)
+
+
+def test_another_reward_is_another_run(tmp_path, args):
+    def identity(rewards):
+        return json.loads(json.dumps(identity_of("a", args, None, {"reward_funcs": rewards})))
+
+    folder = write(tmp_path, 1, **identity([reward_of_one, "org/judge"]))
+    # Controls: the same ones, also in another form.
+    for same in ((reward_of_one, "org/judge"), [partial(reward_of_one, a=1), RewardModel("org/judge")]):
+        assert resume_path("true", args, identity(same)) == str(folder)
+
+    for other in (
+        reward_of_one,
+        [reward_of_two, "org/judge"],
+        ["org/judge", reward_of_one],
+        [reward_of_one, "org/other"],
+        [reward_of_one, RewardModel("org/other")],
+        [reward_of_one, RewardModel],
+    ):
+        with pytest.raises(ValueError, match=r"another run: reward_funcs was \[.*reward_of_one', 'org/judge'\] there"):
+            resume_path("true", args, identity(other))
+
+    # An older version of this package named none.
+    facts = identity(reward_of_one)
+    del facts["settings"]["reward_funcs"]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity(reward_of_two)) == str(older)
+
+
+def test_the_folder_of_a_reward_model_may_move(tmp_path, args):
+    places = [tmp_path / "here" / "judge", tmp_path / "there" / "judge"]
+    for place in places:
+        place.mkdir(parents=True)
+
+    facts = [identity_of("a", args, None, {"reward_funcs": str(place)}) for place in places]
+
+    assert facts[0]["settings"]["reward_funcs"] == facts[1]["settings"]["reward_funcs"] == ["judge"]
+
+
 def test_settings_that_a_trainer_does_not_have_identify_no_run(tmp_path):
     """TRL's SFT has no rollout batch, and no reference model."""
 
@@ -147,6 +204,7 @@ def test_settings_that_a_trainer_does_not_have_identify_no_run(tmp_path):
 
     assert facts["settings"]["packing"] is False
     assert "num_iterations" not in facts["settings"]
+    assert "reward_funcs" not in facts["settings"]
 
 
 def test_a_recipe_is_refused_before_anything_loads(base, tmp_path, capsys):  # noqa: F811

@@ -21,17 +21,22 @@ def trainer_at(step):
 @pytest.mark.parametrize(("step", "in_batch"), [(0, False), (1, True), (5, True), (6, False), (7, True)])
 def test_only_a_rollout_batch_that_is_not_used_up_is_stored(step, in_batch):
     buffer = RolloutBuffer(trainer_at(step))
+    buffer.step_of_sampling = 5
 
     assert buffer.in_batch is in_batch
     # At a batch's end 0, because the next may have another number of micro-batches.
-    assert buffer.dump() == ((step, ["a", "b", "c"]) if in_batch else (0, None))
+    assert buffer.dump() == ((step, 5, ["a", "b", "c"]) if in_batch else (0, 5, None))
 
 
 def test_another_trainer_continues_with_what_was_stored():
     resumed = trainer_at(0)
+    stored = RolloutBuffer(trainer_at(7))
+    stored.step_of_sampling = 5
+    buffer = RolloutBuffer(resumed)
 
-    RolloutBuffer(resumed).load(*RolloutBuffer(trainer_at(7)).dump())
+    buffer.load(*stored.dump())
 
+    assert buffer.step_of_sampling == 5
     assert vars(resumed) == vars(trainer_at(7))
 
 

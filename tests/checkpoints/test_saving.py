@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForCondition
 from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.checkpoints import saving
 from qarl_trl.checkpoints.folder import damage, finished
 from qarl_trl.checkpoints.lock import LOCK
 from qarl_trl.checkpoints.signals import EXIT_CODE
@@ -317,6 +318,50 @@ def test_a_full_disk_leaves_the_low_bit_model_that_was_there(model, tmp_path):
 
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.fixture
+def read_weights(monkeypatch):
+    """The names of the low-bit weights that were read for files."""
+    names = []
+
+    def noted(*args):
+        for name, tensor in iter_low_bit_weights(*args):
+            names.append(name)
+            yield name, tensor
+
+    monkeypatch.setattr(saving, "iter_low_bit_weights", noted)
+    return names
+
+
+def test_a_failed_save_reads_all_weights_for_the_gathers_of_the_other_processes(model, tmp_path, read_weights):
+    trainer = make_trainer(model, tmp_path / "run")
+    trainer.save_model(tmp_path / "whole")
+    of_whole = list(read_weights)
+    assert of_whole  # control
+
+    # Refused before a weight is read.
+    trainer.model.save_pretrained(tmp_path / "master")
+    read_weights.clear()
+    with pytest.raises(ValueError, match="would overwrite"):
+        trainer.save_model(tmp_path / "master")
+
+    assert read_weights == of_whole
+
+
+def test_a_process_that_saves_nothing_stops_with_the_one_that_fails(model, tmp_path, read_weights, monkeypatch):
+    trainer = make_trainer(model, tmp_path)
+    monkeypatch.setattr(QaRLConfig, "should_save", False)
+    failed_first = torch.tensor([True])
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda ours: torch.cat([failed_first, ours]))
+
+    with pytest.raises(RuntimeError, match="save of the low-bit model failed in process 0"):
+        trainer.save_model()
+    assert read_weights
+
+    failed_first = torch.tensor([False])  # control
+    trainer.save_model()
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 # Signals ------------------------------------------------------------------------------------------------------------

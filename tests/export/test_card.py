@@ -1,4 +1,4 @@
-"""`qarl_trl.export.card`: what a card says, from what it says it, and what it never says."""
+"""`qarl_trl.export.card` and the two beside it: what a card says, from what it says it, and what it never says."""
 
 import getpass
 import re
@@ -15,7 +15,9 @@ from toy_runs import OFF, adapter, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.card import GENERATED, base_facts, model_card, render_card, write_card
+from qarl_trl.export.card import model_card, render_card, write_card
+from qarl_trl.export.card_edits import GENERATED
+from qarl_trl.export.card_facts import base_facts
 from qarl_trl.export.low_bit import quantization_config
 from qarl_trl.quant import apply_quantization
 

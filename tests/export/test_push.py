@@ -20,7 +20,8 @@ from transformers.utils import hub as hub_of_transformers
 
 from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, cli
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.card import GENERATED, write_card
+from qarl_trl.export.card import write_card
+from qarl_trl.export.card_edits import GENERATED
 from qarl_trl.export.push import model_files, open_repo, push
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 

@@ -7,6 +7,7 @@ asks the [`~qarl_trl.quant.store.LowBitStore`] of its model, and says what that 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ _ADDED = (
     "scheme",
     "gemm_for",
     "gemm",
-    "has_trained",
+    "ran_in_training",
     "quantized_forward",
     "merged_with",
 )
@@ -51,7 +52,8 @@ class LowBitLayer:
         scheme: How the weights are quantized.
         gemm_for: Chooses the gemm in the first forward.
         gemm: The gemm, `None` before the first low-bit forward.
-        has_trained: Whether a low-bit forward ran as training runs it: with gradients, if the layer is trained.
+        ran_in_training: Whether a low-bit forward ran as training runs it: with gradients, if the layer is trained.
+            What runs inside [`outside_training`] does not count.
         quantized_forward: `False` runs the forward in high precision, while sync and export still send low-bit
             weights: the paper's quantized-rollout baseline.
         merged_with: The layers that an engine merges with this one and that must share its global scale, if the scheme
@@ -64,7 +66,7 @@ class LowBitLayer:
     scheme: QuantizationScheme
     gemm_for: GemmChoice
     gemm: Gemm | None
-    has_trained: bool
+    ran_in_training: bool
     quantized_forward: bool
     merged_with: tuple[Any, ...]
     high_precision_class: type[Any]
@@ -83,7 +85,7 @@ class LowBitLayer:
         module.scheme = scheme
         module.gemm_for = gemm
         module.gemm = None
-        module.has_trained = False
+        module.ran_in_training = False
         module.quantized_forward = quantized_forward
         module.merged_with = ()
 
@@ -158,14 +160,46 @@ class LowBitLayer:
         # Autocast would change dtypes inside the quantizer and inside the gemm.
         with torch.autocast(device, enabled=False):
             weight = self.store.weight_of(self, name)
-            # A layer that nothing trains may run without gradients for good, as a frozen vision tower does.
-            is_trained = any(source.requires_grad for source in sources)
-            self.has_trained = self.has_trained or torch.is_grad_enabled() or not is_trained
+            if torch.is_grad_enabled() or self.trains_without_gradients(sources):
+                self.ran_in_training = True
             return LowBitMatmul.apply(x, bias, weight, gemm, dtype, source_gradients, *sources)
+
+    def trains_without_gradients(self, sources: tuple[Tensor, ...]) -> bool:
+        """
+        Whether the layer may run without gradients in the forward of a loss, as a frozen vision tower does.
+
+        Args:
+            sources: The tensors that would get gradients.
+        """
+        return not any(source.requires_grad for source in sources)
 
     def __getstate__(self) -> dict[str, Any]:
         # A gemm may hold a kernel's own form of the weight: a copy of the layer chooses its own.
         return vars(self) | {"gemm": None}
+
+
+@contextmanager
+def outside_training(model: nn.Module) -> Iterator[None]:
+    """
+    Do not count forwards in the block as training: `ran_in_training` of each layer is afterwards what it was before.
+
+    The forward of a layer cannot tell that of a loss from those that sample, score or check, if nothing trains it.
+
+    Args:
+        model: The model with low-bit layers.
+    """
+    before = [(layer, layer.ran_in_training) for _, layer in quantized_modules(model)]
+    try:
+        yield
+    finally:
+        for layer, ran_in_training in before:
+            layer.ran_in_training = ran_in_training
+
+
+def forget_training(model: nn.Module) -> None:
+    """Let no earlier forward of `model` count as training."""
+    for _, layer in quantized_modules(model):
+        layer.ran_in_training = False
 
 
 def quantized_modules(model: nn.Module) -> Iterator[tuple[str, LowBitLayer]]:

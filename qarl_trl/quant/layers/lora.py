@@ -158,6 +158,10 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         # Not the name of `weight_names`, which refuses a disabled adapter: a forward then multiplies by the base.
         return super().low_bit(self.adapter if name is None else name)
 
+    def trains_without_gradients(self, sources: tuple[Tensor, ...]) -> bool:
+        # A pass of the reference disables the adapter, so its factors ask for no gradient then.
+        return False
+
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:

@@ -1,4 +1,4 @@
-"""The weights of one sync, which every process of a run must read to the end."""
+"""The weights of one sync or one file, which every process of a run must read to the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 class WeightStream:
     """
-    The weights of one sync, read once.
+    The weights of one sync or one file, read once.
 
     Args:
         weights: Their names and tensors.
@@ -34,8 +34,8 @@ class WeightStream:
         After the block read what it left, also if it failed.
 
         Sharded weights are gathered while they are read, by all processes together. So each process must read all of
-        them, also one that sends nothing (beside a server), and one in which the send failed: the others would wait
-        for it forever. Only Ctrl-C stops at once.
+        them, also one that sends or writes nothing, and one in which the send or the file failed: the others would
+        wait for it forever. Only Ctrl-C stops at once.
         """
         failure: Exception | None = None
         try:

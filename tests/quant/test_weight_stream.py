@@ -1,9 +1,9 @@
-"""`qarl_trl.rollout.weight_stream`: every process reads all weights, whatever happens to its send."""
+"""`qarl_trl.quant.weight_stream`: every process reads all weights, whatever happens to its send."""
 
 import pytest
 import torch
 
-from qarl_trl.rollout.weight_stream import WeightStream
+from qarl_trl.quant.weight_stream import WeightStream
 
 
 def some_weights(read):

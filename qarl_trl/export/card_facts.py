@@ -1,0 +1,86 @@
+"""The facts that a card tells of a model and of its training run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any
+
+from ..quant.names import base_model
+
+
+# Packages that decide what a run computes.
+PACKAGES = ("qarl_trl", "trl", "transformers", "torch")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def base_facts(name: str) -> dict[str, Any]:
+    """
+    Facts about the base model for a card.
+
+    Args:
+        name: Its Hub id, or its local folder.
+
+    Returns:
+        `base_id`: the Hub id, `None` for a local folder. `base`: the name, of a local folder only the last part.
+    """
+    # A folder here is no model of the Hub, even if its name looks like one.
+    is_hub_id = _HUB_ID.fullmatch(name) and not Path(name).exists()
+    if is_hub_id:
+        return {"base_id": name, "base": name}
+    # Of a local path only the last part: the others tell who made the model, and where.
+    return {"base_id": None, "base": Path(name).name or "a local model"}
+
+
+def training_facts(trainer: Any) -> dict[str, Any]:
+    """
+    Facts about the training run so far, for a card of what it trained.
+
+    Args:
+        trainer: A trainer with `LowBitMixin`.
+
+    Returns:
+        Those of [`base_facts`], and `rewards` (empty without rewards), `objective`, `trainer` (TRL's name of it),
+        `samples` (whether the run had an engine), `aligned` (whether the learner ran on low-bit weights), `steps`,
+        `code` (versions), `cites_qarl`, `citation` (BibTeX of the paper of TRL's trainer, if it has one), and
+        `teacher` (of a distillation).
+    """
+    args = trainer.args
+    # TRL's own trainers on low-bit weights have papers of their own.
+    is_qarl = trainer._name == "QaRL"
+    paper = getattr(trainer, "_paper", None) or {}
+    loss_type = getattr(args, "loss_type", None)
+    return {
+        **base_facts(base_model(trainer._unwrapped).config._name_or_path),
+        "rewards": getattr(trainer, "reward_func_names", []),
+        "objective": _objective(loss_type, trainer._name),
+        "trainer": trainer._name,
+        "samples": args.has_engine,
+        "aligned": args.quantize_learner,
+        "steps": trainer.state.global_step,
+        "code": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
+        "cites_qarl": is_qarl and (args.quantized or loss_type == "tbpo"),
+        "citation": None if is_qarl else paper.get("citation"),
+        "teacher": _teacher(trainer),
+    }
+
+
+def _teacher(trainer: Any) -> str | None:
+    """The name of a distillation's teacher, or "itself"; `None` for other trainers."""
+    if not hasattr(trainer, "teacher_model"):
+        return None
+    if getattr(trainer, "learns_from_itself", False):
+        return "itself"
+
+    name = base_model(trainer.accelerator.unwrap_model(trainer.teacher_model)).config._name_or_path
+    return str(base_facts(name)["base"])
+
+
+def _objective(loss_type: Any, name: str) -> str:
+    """The loss in words: the trainer's name, if the loss has none of its own."""
+    if loss_type == "tbpo":
+        return "TBPO (trust-band policy optimization)"
+    if isinstance(loss_type, list):  # DPO may sum several
+        return " + ".join(loss_type)
+    return loss_type or name

@@ -1,0 +1,67 @@
+"""The engine of a low-bit trainer, and the check of its weight syncs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..export import quantization_config
+from ..learner.attention import attending_from_cache
+from ..rollout.engine import LowBitVLLMGeneration
+from ..rollout.scheme_support import default_engine_kwargs
+from ..rollout.sync_check.check import SyncCheck, usual_mismatch
+from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
+from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
+
+
+def build_engine(trainer: Any, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
+    """
+    Start the engine of a run, in the scheme of the model's layers.
+
+    Args:
+        trainer: A trainer with [`~qarl_trl.trainers.LowBitMixin`], inside its constructor.
+        args: Its config.
+        model: The policy, with low-bit layers.
+        engine_args: TRL's other arguments for its `VLLMGeneration`.
+    """
+    return LowBitVLLMGeneration(
+        model,
+        quantization_config=quantization_config(model),
+        engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
+        frozen=args.frozen,
+        sync_folder=args.sync_folder,
+        sync_check=build_sync_check(trainer),
+        seed=args.seed,
+        stop_token_ids=getattr(trainer, "eos_token_ids", ()),
+        **engine_args,
+    )
+
+
+def build_sync_check(trainer: Any) -> SyncCheck | None:
+    """
+    Build the check of weight syncs; `None` if the run has none.
+
+    Args:
+        trainer: A trainer with [`~qarl_trl.trainers.LowBitMixin`], inside its constructor.
+    """
+    args = trainer.args
+    if args.verify_sync == "off":
+        return None
+
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    longest = args.vllm_max_model_length or LENGTH + 1
+    length = min(LENGTH, longest - 1)
+    vocabulary = trainer.model.config.get_text_config().vocab_size
+    tokens = sync_check_tokens(tokenizer, vocabulary, length)
+    # The check's learner computes what the engine does also where training does not: so with the weights, and so with
+    # an unaligned cache, if its rounding is known.
+    unaligned = args.has_low_bit_cache and args.aligned_cache is None
+    cache_dtype = args.kv_cache_dtype if unaligned and args.device.type == "cpu" else None
+
+    def score() -> LearnerLogps:
+        with trainer.accelerator.autocast(), attending_from_cache(trainer._unwrapped, cache_dtype):
+            return learner_logps(trainer._unwrapped, tokens)
+
+    usual = usual_mismatch(trainer.model)
+    return SyncCheck(tokens, args.verify_sync, score, trainer.accelerator.gather, trainer._log_with_training, usual)

@@ -1,0 +1,40 @@
+"""`qarl_trl.trainers.loss_forward`: one forward for TRL's loss and for ours, and never that of another loss."""
+
+import pytest
+import torch
+
+from qarl_trl.trainers.loss_forward import LossForward
+
+
+def result(value):
+    return torch.tensor([[value]]), torch.zeros(1, 1), None
+
+
+def test_a_loss_takes_its_own_forward_once():
+    forward = LossForward()
+    forward.note(result(1.0))  # of `old`
+
+    forward.forget()
+    with pytest.raises(RuntimeError, match="without `_get_per_token_logps_and_entropies`"):
+        forward.take()
+
+    forward.note(result(2.0))
+    logps, entropies = forward.take()
+    assert logps.item() == 2.0
+    assert entropies.item() == 0.0
+    with pytest.raises(RuntimeError, match="without `_get_per_token_logps_and_entropies`"):
+        forward.take()
+
+
+def test_a_shared_forward_is_taken_once_by_the_loss_in_the_block():
+    forward = LossForward()
+    assert forward.take_shared() is None
+
+    shared = result(1.0)
+    with forward.sharing(shared):
+        assert forward.take_shared() is shared
+        assert forward.take_shared() is None
+
+    # Control: a loss that makes a forward of its own.
+    with pytest.raises(RuntimeError, match="cannot share a pass"), forward.sharing(shared):
+        pass
