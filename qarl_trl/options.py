@@ -18,19 +18,17 @@ class Help(str):
     """
     The text of a field in `--help`, with its group.
 
-    The group is here and not beside the text in the field's metadata: transformers' `HfArgumentParser` gives all of
-    that to `argparse`, which knows no groups.
-
-    Attributes:
-        group: One of [`GROUPS`].
+    A key of its own in the field's metadata would be plainer. But transformers' `HfArgumentParser`, on which a user's
+    `TrlParser` builds, hands all of the metadata to argparse, which refuses an unknown key.
     """
 
     group: str
 
     def __new__(cls, text: str, group: str) -> Help:
-        help = super().__new__(cls, text)
-        help.group = group
-        return help
+        """Args: the text; one of [`GROUPS`]."""
+        described = super().__new__(cls, text)
+        described.group = group
+        return described
 
 
 def option(group: str, *, help: str, **default: Any) -> Any:

@@ -100,8 +100,6 @@ def test_each_field_of_ours_is_in_a_group_and_in_the_help(method):
     assert sorted(option.name for option in options) == sorted(ours)
     assert sorted(printed) == sorted(ours)
     assert "kv_cache_dtype" in printed
-    # TRL's parser takes the config too: argparse knows no metadata but its own.
-    TrlParser([config])
 
 
 def test_the_help_refuses_a_field_without_a_group(monkeypatch):
@@ -111,6 +109,17 @@ def test_the_help_refuses_a_field_without_a_group(monkeypatch):
 
     with pytest.raises(AttributeError, match="group"):
         describe_options(QARL)
+
+
+@pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
+def test_a_script_of_a_user_reads_the_config_by_trls_parser(method, tmp_path):
+    """It hands the metadata of a field to argparse, which knows no groups."""
+    _, config, _ = _groups(method)
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--quant_scheme", "W8A16"]
+
+    (args,) = TrlParser((config,)).parse_args_and_config(line)
+
+    assert args.quant_scheme == "W8A16"
 
 
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
