@@ -266,7 +266,7 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     let_trl_return_the_prompts(monkeypatch)
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", lambda self, prompts: self.vllm_generation.generate(prompts))
     trainer = object.__new__(QaRLTrainer)
-    trainer.use_vllm = True
+    trainer.args = SimpleNamespace(has_engine=True)
     trainer.vllm_generation = engine
 
     assert trainer._tool_call_loop([[1]]) == ([[1]], [[1]])
