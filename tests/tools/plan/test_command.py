@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from qarl_trl.cli import main
 from qarl_trl.tools.plan.memory.advice import advise
@@ -97,7 +98,6 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
         (["--gpus", "8", "--vllm_tensor_parallel_size", "3"], "vllm_tensor_parallel_size=3"),
         (["--quant_scheme", "W3A16"], "quant_scheme"),
         (["--kv_cache_dtype", "fp8"], "quantize_learner_kv"),
-        (["--max_completion_length", "null", "--vllm_max_model_length", "null"], "max_completion_length"),
     ],
 )
 def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(capsys, argv, field):
@@ -108,10 +108,20 @@ def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(c
     assert len(printed.err.strip().splitlines()) == 1
 
 
-def test_the_longest_row_limits_an_answer_that_has_no_limit_of_its_own(capsys):
-    code, _ = plan(capsys, *EIGHT_H100, "--max_completion_length", "null")
+def test_the_longest_row_limits_an_answer_that_has_no_limit_of_its_own(capsys, tmp_path):
+    recipe = yaml.safe_load(EIGHT_GPUS.read_text()) | {"max_completion_length": None}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
 
+    code, _ = plan(capsys, "--config", path, "--gpus", 8, "--gpu", "h100")
     assert code == 0
+
+    # Control: a recipe that limits neither.
+    path.write_text(yaml.safe_dump(recipe | {"vllm_max_model_length": None}))
+    code, printed = plan(capsys, "--config", path, "--gpus", 8, "--gpu", "h100")
+    assert code == 2
+    assert "max_completion_length" in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
 
 
 def test_an_fp8_cache_holds_twice_the_sequences():

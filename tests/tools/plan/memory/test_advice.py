@@ -184,7 +184,7 @@ def test_a_lever_that_is_refused_says_why(wasteful):
     trial = trial_of(wasteful, "Liger kernels")
 
     assert trial.run is None
-    assert "neither low-bit layers nor TBPO" in trial.refusal
+    assert "use_liger_kernel must be False" in trial.refusal
 
 
 def test_liger_kernels_are_a_lever_without_low_bit_layers():
