@@ -109,8 +109,6 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
     one_pass = peak_bytes(lambda: update(model, 1024, 1))
     two_passes = peak_bytes(lambda: update(model, 1024, 2))
 
-    print("peak", kind, scheme, checkpointing, tile, one_pass, estimated_peak(run_of(1)))
-    print("peak of two passes", two_passes, estimated_peak(run_of(2)))
     assert one_pass == pytest.approx(estimated_peak(run_of(1)), rel=0.1)
     assert two_passes == pytest.approx(estimated_peak(run_of(2)), rel=0.1)
 
@@ -119,7 +117,6 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
         wrong = replace(run_of(2), checkpointing=False)
     else:
         wrong = replace(run_of(2), config=prepared(kind, 2, torch.float32, None).config)
-    print("control", estimated_peak(wrong))
     assert two_passes != pytest.approx(estimated_peak(wrong), rel=0.1)
 
 
@@ -141,8 +138,6 @@ def test_several_short_passes_keep_whole_gradients(monkeypatch, scheme, passes):
     run = example_run(model, model.config, muon=False, accumulation=2, **changes)
     peak = peak_bytes(lambda: update(model, 256, passes))
 
-    gradients = sum(param.nbytes for param in model.parameters())
-    print("peak of short passes", scheme, passes, peak, estimated_peak(run), "gradients", gradients)
     assert peak == pytest.approx(estimated_peak(run), rel=0.1)
 
     # Control: without these gradients the formulas say half of it.
@@ -179,7 +174,6 @@ def test_several_passes_of_fsdp2_keep_gradients_that_are_not_sharded(monkeypatch
 
     added = several - one_pass
     estimated = estimated_peak(run_of(passes)) - estimated_peak(run_of(1))
-    print("passes of FSDP2", tokens, passes, "one", one_pass, estimated_peak(run_of(1)), "added", added, estimated)
     assert added == pytest.approx(estimated, rel=0.1)
 
     # Control: short passes add more gradients than activations, long ones do not.
