@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..rollout.server.guard import HOSTS
-from ..rollout.server.key import KEY, find_key, make_key
+from ..rollout.server.key import HOSTS, KEY, find_key, make_key
 from ..train import parse
 
 

@@ -9,14 +9,13 @@ import socket
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from .key import KEY
+from .key import HOSTS, KEY
 from .worker_calls import call_workers, offer_adapter
 
 
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-HOSTS = "QARL_SERVER_HOSTS"  # host names that requests may use, separated by commas
 # Methods of [`~qarl_trl.rollout.server.worker.WorkerExtension`], each with its own route.
 METHODS = ("/qarl_load", "/qarl_state")
 # vLLM's routes that a trainer uses or an operator reads.

@@ -1,4 +1,4 @@
-"""The key of a server, by which it knows its trainer.
+"""The key of a server, by which it knows its trainer, and what else it reads from its environment.
 
 A server without a key of the user's makes one, and stores it in a file beside the sync folder, where a trainer that
 mounts it finds it. The file may be made and read by this user alone.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 
 KEY = "VLLM_API_KEY"
+HOSTS = "QARL_SERVER_HOSTS"  # host names that requests may use, separated by commas
 # What to do about a file that cannot be trusted.
 _OTHER_KEY = f"Remove it, or set {KEY} on both machines."
 

@@ -8,8 +8,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from qarl_trl.rollout.server.guard import HOSTS, METHODS, PATHS, Guard
-from qarl_trl.rollout.server.key import KEY
+from qarl_trl.rollout.server.guard import METHODS, PATHS, Guard
+from qarl_trl.rollout.server.key import HOSTS, KEY
 
 
 class Engine:
