@@ -18,18 +18,22 @@ class Rule(Enum):
     FREE = "changes neither"
 
 
+# What the optimizer and its schedule keep in a checkpoint.
+OF_OPTIMIZER = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+)
+
 # A setting that is not here, such as one of another TRL trainer, is refused.
 SETTINGS: dict[Rule, tuple[str, ...]] = {
     Rule.APPLIED: (
-        # The optimizer.
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
+        *OF_OPTIMIZER,
         "max_grad_norm",
         # Lengths: of the run, of answers, of the engine's context.
         "max_steps",
@@ -329,19 +333,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     for name, value in now.items():
         if name in before and before[name] != value:
             yield Change(name, before[name], value, RULES.get(name, Rule.REFUSED))
-
-
-# What the optimizer and its schedule keep in a checkpoint.
-OF_OPTIMIZER = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
 
 
 def refuses(change: Change, within_batch: bool, with_deepspeed: bool) -> str | None:
