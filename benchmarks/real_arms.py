@@ -16,6 +16,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,9 @@ REGIMES: dict[str, dict[str, Any]] = {
     # Four times as many updates of a rollout batch: where the toy's learner in bfloat16 fails. Chosen before any arm
     # ran in it.
     "stale": G64 | {"updates": 8},
+    # One start and the same, distilled into 4 bits by examples/smollm2/distill.yaml: `--start` names the folder.
+    "undistilled": G64,
+    "distilled": G64,
 }
 BEFORE = "before training"
 SAMPLES = 4  # of a held-out problem, at temperature 1
@@ -191,8 +195,8 @@ def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: b
     return [int(sum(json.loads(row)["rewards"]["math_reward"])) for row in rows]
 
 
-def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
-    """Train (or, before training, take the start), score, write the file."""
+def run_cell(start: Path, regime: str, arm: str, seed: int, keep: Path | None = None) -> None:
+    """Train (or, before training, take the start), score, write the file; the trained weights go to `keep`."""
     import common
 
     settings, chosen, log = REGIMES[regime], ARMS.get(arm, {}), {}
@@ -205,6 +209,10 @@ def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
                 1, multiprocessing.get_context("spawn")
             ) as process:  # its 9 GB go before GPTQ comes
                 log = process.submit(train, start, settings, chosen, seed, out).result()
+        path = file_of(regime, arm, seed)
+        if keep is not None and arm != BEFORE:
+            shutil.copytree(out / "masters", keep / regime / path.stem)
+
         models = ["low_bit"] if "lora_base" in chosen else ["masters", "low_bit"]
         if chosen.get("lora_base") == "merged":
             models = ["low_bit/low_bit"]
@@ -230,7 +238,6 @@ def run_cell(start: Path, regime: str, arm: str, seed: int) -> None:
         "start_sha256": sha_of(start / "start" / "model.safetensors"),
         "machine": common.machine(),
     }
-    path = file_of(regime, arm, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".part").write_text(json.dumps(result, separators=(",", ":")) + "\n")
     path.with_suffix(".part").rename(path)
@@ -291,6 +298,8 @@ def run_all(options: argparse.Namespace) -> None:
             cell = waiting.pop(0)
             regime, arm, seed = cell
             command = [sys.executable, __file__, "--start", str(options.start), "--regime", regime, "--arms", arm]
+            if options.keep is not None:
+                command += ["--keep", str(options.keep)]
             name = f"real_{regime}_{arm.replace(' ', '_')}_{seed}.log"
             log = open(Path(tempfile.gettempdir(), name), "w")  # noqa: SIM115
             running[subprocess.Popen([*command, "--seeds", str(seed), "--one"], stdout=log, stderr=log)] = cell
@@ -306,6 +315,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=(BEFORE, *ARMS), default=[BEFORE, *ARMS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
+    parser.add_argument("--keep", type=Path, help="keep the trained bfloat16 weights in this folder")
     parser.add_argument("--one", action="store_true", help="the first cell, in this process")
     parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
     options = parser.parse_args()
@@ -314,7 +324,7 @@ def main() -> None:
 
         real_table.main()
     elif options.one:
-        run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0])
+        run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0], options.keep)
     else:
         run_all(options)
 
