@@ -8,7 +8,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers.utils import is_bitsandbytes_available
 
-from ..export import LOW_BIT_FOLDER, check_target
+from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.names import adapter_configs
 from ..trainers.settings import LowBitConfig
@@ -111,9 +111,12 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
 
 
 def _check_targets(args: RunSettings, with_adapter: bool) -> None:
-    """Refuse (`ValueError`) folders where the low-bit model would overwrite another model at the end of the run."""
-    check_target(args.output_dir)
-    # With an adapter, `output_dir` gets the adapter, and a sub-folder gets the low-bit model.
-    if with_adapter:
-        folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
-        check_target(Path(args.output_dir, folder))
+    """Refuse (`ValueError`) folders where what the run saves would overwrite another model, or lie beside one."""
+    if not with_adapter:
+        check_target(args.output_dir)
+        return
+
+    # `output_dir` gets the adapter, and a sub-folder gets the low-bit model.
+    check_adapter_target(args.output_dir)
+    folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
+    check_target(Path(args.output_dir, folder))
