@@ -20,7 +20,7 @@ from torch import nn
 
 from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.layers.layer import quantized_modules
-from ..quant.names import adapter_configs
+from ..quant.names import adapter_configs, base_model
 
 
 def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
@@ -68,6 +68,19 @@ def own_start(model: str | nn.Module) -> str | nn.Module:
         model: The trainer's model, or its name.
     """
     return model if isinstance(model, str) else copy.deepcopy(model)
+
+
+def name_of_teacher(teacher: Any) -> str:
+    """
+    The name by which a resumed run is compared with its checkpoint: that of a loaded model is where it came from.
+
+    Args:
+        teacher: The teacher, or its name.
+    """
+    if isinstance(teacher, str):
+        return teacher
+    # One that a script built has no name.
+    return base_model(teacher).config._name_or_path or type(teacher).__name__
 
 
 def loading_of_own_start(args: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer
 from qarl_trl.quant import iter_low_bit_weights
+from qarl_trl.quant.start import load_master_weights
 from trainers.runs import losses, pairs, same_weights, settings, weights
 
 
@@ -250,6 +251,28 @@ def test_a_resumed_run_needs_the_same_teacher(dense_model, other_model, tmp_path
         other.train(resume_from_checkpoint=checkpoint)
 
 
+def test_a_resumed_run_needs_the_same_teacher_also_if_that_is_a_loaded_model(dense_model, other_model, tmp_path):
+    def load(name):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make(load(dense_model), tmp_path / "own", **changes).train()
+    taught = make(dense_model, tmp_path / "taught", teacher=load(other_model), **changes)
+    taught.train()
+
+    another = make(load(dense_model), tmp_path / "a", teacher=load(other_model), **changes)
+    with pytest.raises(ValueError, match="teacher_model_name_or_path was None there"):
+        another.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-1"))
+    another = make(dense_model, tmp_path / "b", teacher=load(dense_model), **changes)
+    with pytest.raises(ValueError, match="teacher_model_name_or_path was .*teacher.* there, and is .*dense"):
+        another.train(resume_from_checkpoint=str(tmp_path / "taught" / "checkpoint-1"))
+
+    # Control: the same one.
+    resumed = make(dense_model, tmp_path / "c", teacher=load(other_model), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "taught" / "checkpoint-1"))
+    assert same_weights(resumed, taught)
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +312,18 @@ def test_a_quantized_start_does_not_teach_itself(gptq_model, dense_model, tmp_pa
     trainer = make(gptq_model, tmp_path / "taught", teacher=dense_model, quant_scheme="checkpoint")
     trainer.train()
     assert losses(trainer)[0] > 0.001
+
+
+def test_the_named_teacher_of_a_loaded_quantized_start_is_loaded_as_it_is(gptq_model, dense_model, tmp_path):
+    """The loader of quantized checkpoints is for the student, which is loaded already."""
+    by_name = make(gptq_model, tmp_path / "name", teacher=dense_model, quant_scheme="checkpoint")
+    by_name.train()
+
+    student = load_master_weights(gptq_model)
+    by_model = make(student, tmp_path / "model", teacher=dense_model, quant_scheme="checkpoint")
+    by_model.train()
+
+    assert losses(by_model) == losses(by_name)
 
 
 def test_a_model_with_an_adapter_does_not_teach_itself(tiny_model, tmp_path):
