@@ -5,10 +5,11 @@ from __future__ import annotations
 from trl import RLOOTrainer
 
 from .configs import LowBitRLOOConfig
+from .guarded import GuardedRewardsMixin
 from .low_bit import LowBitMixin
 
 
-class LowBitRLOOTrainer(LowBitMixin, RLOOTrainer):
+class LowBitRLOOTrainer(GuardedRewardsMixin, LowBitMixin, RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`] with low-bit rollouts and a learner on the same low-bit weights.
 
