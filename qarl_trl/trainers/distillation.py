@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,8 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         if tools and args.distill_on == "answers":
             raise ValueError("tools need distill_on='rollouts': given answers call nothing.")
 
+        # The fields that are set below are of this run: a script may make another trainer from its config.
+        args = copy.copy(args)
         teacher_model = teacher_model or args.teacher_model_name_or_path
         learns_from_itself = teacher_model is None
         shares_base = learns_from_itself and teaches_by_its_base(args, peft_config)

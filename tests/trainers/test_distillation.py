@@ -273,6 +273,19 @@ def test_a_resumed_run_needs_the_same_teacher_also_if_that_is_a_loaded_model(den
     assert same_weights(resumed, taught)
 
 
+def test_a_config_is_left_as_it_was_for_the_next_trainer(dense_model, other_model, tmp_path):
+    """The teacher of the first one would be that of the second."""
+    values = settings(tmp_path, distill_on="answers", max_completion_length=8)
+    args = LowBitDistillationConfig(**values)
+
+    taught = LowBitDistillationTrainer(dense_model, other_model, args, pairs())
+    own = LowBitDistillationTrainer(dense_model, None, args, pairs())
+
+    assert args.to_dict() == LowBitDistillationConfig(**values).to_dict()
+    assert taught.teacher_model.config._name_or_path == other_model
+    assert own.teacher_model.config._name_or_path == dense_model
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
