@@ -39,7 +39,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     Raises:
         TypeError: if `args` is no config with `LowBitConfig`.
         ImportError: if bitsandbytes is missing, or peft has an untested version.
-        ValueError: for settings that do not work together, with this device, or with these processes.
+        ValueError: for settings that do not work together, with this device, or with these processes, and for a model
+            that nothing would train.
     """
     if not isinstance(args, LowBitConfig):
         raise TypeError(
@@ -48,6 +49,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
     _check_numbers(args)
+    _check_trainable(model, trainer_arguments)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
@@ -67,6 +69,17 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     plan = args.quant_plan()
     if plan is not None:
         check_plan(plan, args)
+
+
+def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments) -> None:
+    """Refuse (`ValueError`) a loaded model that no step would change: such a run would look like training."""
+    if isinstance(model, str) or trainer_arguments.get("peft_config"):
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"No parameter of the model ({type(model).__name__}) has requires_grad, so nothing would be trained. "
+            "PeftModel.from_pretrained needs is_trainable=True."
+        )
 
 
 def _check_optimizer(args: RunSettings) -> None:

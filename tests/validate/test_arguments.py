@@ -2,7 +2,7 @@
 
 import pytest
 from configs import config
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
 from qarl_trl import QaRLTrainer
@@ -96,6 +96,26 @@ def test_an_adapter_and_a_model_do_not_share_a_folder(tmp_path, tiny_model):
     # Controls: the next run of the same kind.
     check_arguments("no/such-model", config(tmp_path / "model"), {})
     check_arguments("no/such-model", config(tmp_path / "adapter"), {"peft_config": lora})
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "none"])
+def test_a_model_that_no_step_would_change_is_refused(tmp_path, tiny_model, scheme):
+    """With gradient checkpointing its loss has a gradient, and the run looks like training."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    args = config(tmp_path / "run", quant_scheme=scheme)
+    get_peft_model(tiny_model(num_hidden_layers=1), lora).save_pretrained(tmp_path / "adapter")
+
+    loaded = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter")
+    with pytest.raises(ValueError, match="No parameter of the model .PeftModel.* needs is_trainable=True"):
+        check_arguments(loaded, args, {})
+    frozen = tiny_model(num_hidden_layers=1).requires_grad_(False)
+    with pytest.raises(ValueError, match="No parameter of the model .Qwen3ForCausalLM. has requires_grad"):
+        check_arguments(frozen, args, {})
+
+    # Controls: something is trained.
+    trainable = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter", is_trainable=True)
+    check_arguments(trainable, args, {})
+    check_arguments(frozen, args, {"peft_config": lora})
 
 
 def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path, caplog):
