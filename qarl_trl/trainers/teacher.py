@@ -5,6 +5,8 @@
 - Without an adapter the master weights are trained, and a frozen base has only low-bit weights. Then the teacher is a
   second model. TRL loads it in the dtype of the checkpoint: 2 bytes a weight in bfloat16, beside 16 of a student that
   is trained with AdamW in float32.
+- Beside an FP8 key-value cache all layers of the student round keys and values: there, too, the teacher is a second
+  model.
 - FSDP2 and ZeRO-3 gather low-bit weights of a layer, or all of them for one model at a time: there, too, the teacher
   is a second model.
 """
@@ -32,6 +34,9 @@ def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
         peft_config: The adapter that the run adds to its model; `None` without one.
     """
     if peft_config is None or args.frozen:
+        return False
+    # The base would attend to the rounded keys and values of the student.
+    if args.aligned_cache is not None:
         return False
     # Of such modules, among them the output layer, the adapter trains copies.
     if getattr(peft_config, "modules_to_save", None):

@@ -15,8 +15,10 @@ from toy_runs import make as make_qarl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer
+from qarl_trl.learner.attention import attend_from_cache
 from qarl_trl.quant import iter_low_bit_weights
 from qarl_trl.quant.start import load_master_weights
+from qarl_trl.trainers.teacher import teaches_by_its_base
 from trainers.runs import losses, pairs, same_weights, settings, weights
 
 
@@ -107,6 +109,26 @@ def test_asking_the_base_leaves_the_student_as_it_was(dense_model, tmp_path):
     with torch.no_grad():
         expected = plain.base_model(input_ids=tokens).last_hidden_state
     assert torch.equal(of_teacher, expected)
+
+
+def test_beside_an_fp8_cache_a_second_model_teaches(dense_model, tmp_path):
+    def shares_base(**changes):
+        args = LowBitDistillationConfig(**settings(tmp_path, use_vllm=True, bf16=True, **changes))
+        return teaches_by_its_base(args, adapter())
+
+    assert not shares_base(kv_cache_dtype="fp8")
+    # Controls.
+    assert shares_base()
+    assert shares_base(kv_cache_dtype="fp8", quantize_learner_kv=False)
+
+    # The reason: the base is a part of the student, whose attention rounds keys and values.
+    trainer = make(dense_model, tmp_path / "run", peft_config=adapter())
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        before = trainer.teacher_model.base_model(input_ids=tokens).last_hidden_state
+        attend_from_cache(trainer.model, "fp8")
+        after = trainer.teacher_model.base_model(input_ids=tokens).last_hidden_state
+    assert not torch.equal(after, before)
 
 
 def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
