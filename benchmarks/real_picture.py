@@ -1,10 +1,11 @@
 """
-Pictures from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/first.png,
-README's, and docs/pairs.png, that of docs/results.md.
+Pictures from committed figures: `python benchmarks/real_picture.py` writes docs/first.png, README's, and
+docs/pairs.png, that of docs/results.md.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import subprocess
@@ -13,13 +14,16 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from real_table import CHOICES, cells_of, error_of_problems, mean_and_error, pairs_of_choice
+from real_table import CHOICES, error_of_problems, mean_and_error, pairs_of_choice
 
 from qarl_trl.tools.report.plots import COLOURS
 
 
-# The arms of README's picture, and their names there.
-LINES = {"bf16 GRPO": "bf16 rollouts", "rollout-only GRPO": "rollout-only", "QaRL GRPO": "QaRL"}
+ROOT = Path(__file__).resolve().parents[1]
+# README's mismatches: arms of bench_gpu_step.py in one shape, and their names in the picture.
+STEPS = ROOT / "benchmarks" / "results" / "h200" / "bench_gpu_step.jsonl"
+SHAPE = "qwen2.5-1.5b"
+GAPS = {"bf16": "bf16 rollouts", "rollout-only W4A16": "rollout-only", "QaRL W4A16": "QaRL"}
 RECIPE = "recipes/one_gpu/qwen2.5-7b_frozen.yaml"
 # Its arms as `qarl-trl plan` prints them, from the estimated GiB of a 4090.
 MEMORY = {
@@ -30,18 +34,16 @@ MEMORY = {
 CARD = 23.5  # GiB of a 4090 that a process can use
 
 
-def first_picture(regime: str = "g64") -> Figure:
-    """README's: mismatch by rollout batch, the mean of the seeds; estimated memory of a 7B model on one GPU."""
+def first_picture() -> Figure:
+    """README's: mismatch measured on a GPU, and estimated memory of a 7B model on one GPU."""
     figure = Figure(figsize=(10, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
 
-    for colour, (arm, label) in zip(COLOURS, LINES.items(), strict=False):
-        mismatches = [cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of(regime, arm)]
-        means = [statistics.fmean(values) for values in zip(*mismatches, strict=True)]
-        left.semilogy(range(1, len(means) + 1), means, color=colour, label=label)
-    left.set(title="Engine-learner gap, nats per token (measured)", xlabel="rollout batch", ylim=(3e-7, 3))
-    left.set_xticks(range(5, 21, 5))
-    left.legend(frameon=False, ncols=3, loc="upper center")
+    gaps = measured_gaps()
+    bars = left.barh(list(gaps), list(gaps.values()), color=COLOURS[: len(gaps)])
+    left.bar_label(bars, fmt="%.2g", padding=4)
+    left.set(title="Engine and learner apart, nats per token (measured)", xlim=(0, 0.65))
+    left.invert_yaxis()
 
     memory = estimated_memory()
     bars = right.barh(list(memory), list(memory.values()), color=COLOURS[: len(memory)])
@@ -53,11 +55,21 @@ def first_picture(regime: str = "g64") -> Figure:
     return figure
 
 
+def measured_gaps() -> dict[str, float]:
+    """Mean mismatch of the arms of `GAPS`, in nats per token."""
+    gaps = {}
+    for line in STEPS.read_text().splitlines():
+        run = json.loads(line)
+        if run["shape"] == SHAPE and run["arm"] in GAPS:
+            gaps[GAPS[run["arm"]]] = statistics.fmean(run["mismatch"])
+
+    return {name: gaps[name] for name in GAPS.values()}
+
+
 def estimated_memory() -> dict[str, float]:
     """GiB of the arms of `RECIPE`, as `qarl-trl plan` estimates them."""
-    root = Path(__file__).resolve().parents[1]
     command = [sys.executable, "-m", "qarl_trl.cli", "plan", "--config", RECIPE, "--gpu", "4090"]
-    said = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
     memory = {}
     for arm, line in MEMORY.items():
@@ -111,6 +123,6 @@ def pairs_picture() -> Figure:
 
 
 if __name__ == "__main__":
-    docs = Path(__file__).resolve().parents[1] / "docs"
+    docs = ROOT / "docs"
     first_picture().savefig(docs / "first.png", dpi=100)
     pairs_picture().savefig(docs / "pairs.png", dpi=100)
