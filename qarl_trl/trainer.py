@@ -2,8 +2,8 @@
 2).
 
 Here is the method, in the order of a step: rollout, log-probs, loss. Its other parts have files of their own in
-`trainers/`: low-bit weights and engine ([`~qarl_trl.trainers.LowBitMixin`]), passes without padding (`packed.py`),
-checked rewards (`guarded.py`) and what is measured (`measured.py`).
+`trainers/`: low-bit weights and engine ([`~qarl_trl.trainers.LowBitMixin`]), passes without padding (`packed.py`) and
+what is measured (`measured.py`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from . import guards
+from ._compat.rollout_batch import ungathered_rewards
 from .config import TBPO, QaRLConfig
 from .learner.logps import TrlResult
 from .loss import filter_advantages, loss_mask, mismatch_weight, tbpo_loss
 from .optim import build_muon
 from .quant.names import base_model
-from .trainers.guarded import GuardedRewardsMixin
 from .trainers.low_bit import LowBitMixin
 from .trainers.measured import MeasuredMixin
 from .trainers.packed import PackedMixin
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
 
 
-class QaRLTrainer(MeasuredMixin, PackedMixin, GuardedRewardsMixin, LowBitMixin, GRPOTrainer):
+class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     """
     Reinforcement learning on low-bit rollouts with a learner that runs the same low-bit weights.
 
@@ -174,9 +174,13 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, GuardedRewardsMixin, LowBitMixin, 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids: list[list[int]]
     ) -> Tensor:
-        """TRL's method, checked; a first rollout batch from which nothing is learned gives a warning."""
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
+        """TRL's method; an error in one process stops all of them, and so does a rollout batch without rewards."""
+        calculate = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids)
+        with ungathered_rewards():
+            rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
+
         if self._mode == "train":
+            guards.check_scored(rewards, self.reward_func_names)
             self._look_at_rewards(rewards, completion_ids)
         return rewards
 

@@ -97,14 +97,11 @@ def extracted_by(extract: Callable[..., Any]) -> AbstractContextManager:
     return patch(f"{ENGINE_HOME}.extract_logprobs", extract)
 
 
-def ungathered_rewards(trainer_module: str) -> AbstractContextManager:
+def ungathered_rewards() -> AbstractContextManager:
     """
-    Make `_calculate_rewards` of a trainer (GRPO, RLOO) return the rewards of this process only.
+    Make `GRPOTrainer._calculate_rewards` return the rewards of this process only.
 
     Its last step (TRL 1.16) is `gather`, where the others would wait forever for a process whose reward function
     raised. If the module no longer has that name, this raises `AttributeError`.
-
-    Args:
-        trainer_module: The module of the trainer, from [`~qarl_trl._compat.construction.trl_module`].
     """
-    return patch(f"{trainer_module}.gather", lambda rewards: rewards)
+    return patch(f"{_GRPO_TRAINER}.gather", lambda rewards: rewards)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from trl import RLOOTrainer
 
 from .configs import LowBitRLOOConfig
-from .guarded import GuardedRewardsMixin
 from .low_bit import LowBitMixin
 
 
-class LowBitRLOOTrainer(GuardedRewardsMixin, LowBitMixin, RLOOTrainer):
+class LowBitRLOOTrainer(LowBitMixin, RLOOTrainer):
     """
     TRL's [`~trl.RLOOTrainer`] with low-bit rollouts and a learner on the same low-bit weights.
 
