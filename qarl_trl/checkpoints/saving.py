@@ -371,12 +371,13 @@ class CheckpointMixin:
         """
         module = self._unwrapped
         # FSDP, DeepSpeed and peft write the files by the model's own names.
-        stored_by_own_names = is_peft_model(module) or self.is_fsdp_enabled or self.is_deepspeed_enabled
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        stored_by_own_names = is_peft_model(module) or is_sharded
         is_one_part = module.config.get_text_config() is module.config and not any(expert_modules(module))
 
         if stored_by_own_names or is_one_part:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if is_peft_model(module):
+            if is_peft_model(module) and not is_sharded:
                 restore_default_adapter(module, resume_from_checkpoint)
         else:
             restore_master_weights(module, resume_from_checkpoint)
