@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, patterns, remove_quantization
+from qarl_trl.quant.scheme import resolve_scheme, single_group
 from quant.toy_layers import LINEARS, names_of
 
 
@@ -149,7 +150,7 @@ def model_with_long_name():
 
 @pytest.fixture
 def little_time(monkeypatch):
-    monkeypatch.setattr(patterns, "LIMIT_S", 2.0)
+    monkeypatch.setattr(patterns, "LIMIT_S", 2)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,15 @@ def test_a_quick_pattern_is_tried_in_one_process_for_both_passes_over_a_model(li
 
     assert names_of(model) == [LONG_NAME]
     assert [process.returncode for process in started] == [0]
+
+
+def test_a_pattern_of_a_plan_that_is_no_regular_expression_is_refused():
+    """Of a `config.json`, for instance, whose plan nothing else checks."""
+    plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
+    plan.ignore.append("re:*up_proj")
+
+    with pytest.raises(ValueError, match=r"'re:\*up_proj' in targets or quant_ignore is no valid pattern"):
+        apply_quantization(model_with_long_name(), plan)
 
 
 def test_the_default_needs_no_process(monkeypatch):
