@@ -164,7 +164,12 @@ def test_a_pattern_that_matches_endlessly_is_refused_in_limited_time(little_time
 def test_a_quick_pattern_is_tried_in_one_process_for_both_passes_over_a_model(little_time, monkeypatch):
     started = []
     run = patterns.subprocess.run
-    monkeypatch.setattr(patterns.subprocess, "run", lambda *args, **kwargs: started.append(run(*args, **kwargs)))
+
+    def noted(*args, **kwargs):
+        started.append(run(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(patterns.subprocess, "run", noted)
 
     for _ in range(2):
         model = apply_quantization(model_with_long_name(), "W4A16", ignore=["lm_head", r"re:(\w+)_nothing$"])
