@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import GenerationConfig
 from transformers.utils import is_bitsandbytes_available
 
 from ..export import LOW_BIT_FOLDER, check_target
@@ -15,7 +17,7 @@ from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter
 from .layers import check_plan
 from .placement import check_placement
-from .rollouts import check_processes
+from .rollouts import check_processes, uses_server
 from .types import RunSettings, TrainerArguments
 
 
@@ -48,6 +50,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
     _check_numbers(args)
+    _check_sampling_arguments(args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
@@ -83,6 +86,27 @@ def _check_numbers(args: RunSettings) -> None:
             raise ValueError(f"{name} must be in [0, 1), got {getattr(args, name)}.")
     if args.save_strategy == "steps" and not args.save_steps > 0:
         raise ValueError(f"save_steps must be above 0, got {args.save_steps}: no checkpoint would be written.")
+
+
+def _check_sampling_arguments(args: RunSettings) -> None:
+    """Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers takes them in silence."""
+    given = getattr(args, "generation_kwargs", None) or {}
+    # The fields of a request to a server are not those of `SamplingParams`.
+    if not given or uses_server(args):
+        return
+
+    if args.has_engine:
+        from vllm import SamplingParams  # late: it takes seconds
+
+        reader = "vLLM's SamplingParams"
+        known = set(inspect.signature(SamplingParams).parameters)
+    else:
+        reader = "transformers' GenerationConfig"
+        known = set(vars(GenerationConfig()))
+
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
 
 
 def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> None:

@@ -43,6 +43,22 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     check_arguments("org/model", config(tmp_path), {})  # control
 
 
+@pytest.mark.parametrize(
+    ("changes", "reader", "good"),
+    [
+        ({"use_vllm": False}, "GenerationConfig", "stop_strings"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "SamplingParams", "stop"),
+    ],
+)
+def test_sampling_arguments_that_nothing_reads_are_refused(tmp_path, changes, reader, good):
+    misspelt = config(tmp_path, quant_scheme="FP8_DYNAMIC", generation_kwargs={"stop_stings": ["#"]}, **changes)
+    with pytest.raises(ValueError, match=rf"sets \['stop_stings'\], which .*{reader} does not have"):
+        check_arguments("org/model", misspelt, {})
+
+    well_spelt = config(tmp_path, quant_scheme="FP8_DYNAMIC", generation_kwargs={good: ["#"]}, **changes)
+    check_arguments("org/model", well_spelt, {})  # control
+
+
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(TypeError, match="for QaRLTrainer a QaRLConfig.*got dict"):
         check_arguments("no/such-model", {}, {})
