@@ -8,6 +8,7 @@ from pathlib import Path
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils import is_bitsandbytes_available
 
 from ..export import LOW_BIT_FOLDER, check_target
@@ -25,6 +26,8 @@ logger = get_logger(__name__)
 
 # Optimizers of bitsandbytes begin with these.
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
+# Trackers that transformers has, and does not list among the installed ones.
+NOT_LISTED = ("azure_ml", "flyte")
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 
@@ -49,6 +52,9 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         )
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
+    # A server reports nothing, and its machine may lack the tracker.
+    if trainer_arguments:
+        _check_trackers(args)
     _check_numbers(args)
     _check_sampling_arguments(args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
@@ -77,6 +83,17 @@ def _check_optimizer(args: RunSettings) -> None:
     # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
     if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
+
+
+def _check_trackers(args: RunSettings) -> None:
+    """Refuse (`ValueError`, `ImportError`) a tracker that transformers does not know or that is not installed."""
+    # transformers would say so after the model has loaded.
+    installed = get_available_reporting_integrations()
+    for name in args.report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"report_to must be one of {', '.join(INTEGRATION_TO_CALLBACK)}, or none, got {name!r}.")
+        if name not in (*installed, *NOT_LISTED):
+            raise ImportError(f"report_to={name!r} needs {name}, which is not installed: pip install {name}.")
 
 
 def _check_numbers(args: RunSettings) -> None:

@@ -8,9 +8,11 @@ from datasets import Dataset
 from slow.test_invariants import _record_forward
 from slow.toys import stored_tensors
 from toy_runs import adapter
+from transformers import Lfm2Config
 from trl import SFTConfig, SFTTrainer
 
 from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer
+from qarl_trl.validate import check_run
 from trainers.runs import losses, pairs, same_weights, settings, weights
 
 
@@ -65,6 +67,30 @@ def test_rows_that_share_a_sequence_do_not_see_each_other(dense_model, tmp_path)
     packed.train()
 
     assert losses(packed)[0] == pytest.approx(losses(alone)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"packing": True}, {"eval_packing": True}, {"padding_free": True, "max_length": None}]
+)
+def test_rows_that_share_a_sequence_are_refused_where_layers_run_on(tmp_path, changes):
+    """A convolution or a state space reads its neighbours whatever their positions say."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    for name, layer_types in (("mixed", ["conv", "full_attention"]), ("attention", ["full_attention"] * 2)):
+        Lfm2Config(**sizes, **heads, layer_types=layer_types).save_pretrained(tmp_path / name)
+    mixed = str(tmp_path / "mixed")
+
+    def check(model, **more):
+        check_run(model, LowBitSFTConfig(**settings(tmp_path / "run", **more)), {})
+
+    with pytest.raises(ValueError, match="must be off for a lfm2: it has layers of type 'conv', which run on"):
+        check(mixed, **changes)
+
+    # Controls.
+    check(mixed)
+    check(mixed, packing=True, packing_strategy="wrapped")
+    check(mixed, quant_scheme="none", **changes)
+    check(str(tmp_path / "attention"), **changes)
 
 
 def test_a_merged_adapter_is_trained_and_the_merged_model_is_saved(dense_model, tmp_path):
