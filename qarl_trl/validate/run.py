@@ -21,6 +21,7 @@ from .model import config_of, skeleton
 from .prompts import check_prompts
 from .source import find_source
 from .teacher import check_teacher
+from .teacher_tokenizer import check_teacher_tokenizer
 from .types import RunSettings, TrainerArguments
 
 
@@ -67,6 +68,7 @@ def check_run(
     # Only the first process: it takes seconds for many rows. The others wait, and stop with it.
     name = model if isinstance(model, str) else config._name_or_path
     on_first(args, lambda: check_prompts(name, config, args, trainer_arguments))
+    on_first(args, lambda: check_teacher_tokenizer(name, args, trainer_arguments))
 
     # A model that was passed as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(trainer_arguments)

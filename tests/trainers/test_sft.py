@@ -141,6 +141,23 @@ def test_data_without_the_columns_are_refused_before_a_model_loads(dense_model, 
             LowBitSFTTrainer(dense_model, LowBitSFTConfig(**changed), train_dataset=data)
 
 
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense_model, tmp_path, column):
+    messages = [{"role": "user", "content": "1+1="}]
+    row = {"prompt": messages, "completion": messages} if column == "prompt" else {column: messages}
+
+    def check(data, **more):
+        args = LowBitSFTConfig(**settings(tmp_path / "run", **more))
+        check_run(dense_model, args, {"train_dataset": Dataset.from_list(data)})
+
+    with pytest.raises(ValueError, match="has messages, and the tokenizer has no chat template: set chat_template"):
+        check([row])
+
+    # Controls.
+    check([row], chat_template_path="somewhere.jinja")
+    check([{"prompt": "1+1=", "completion": "2"}])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
