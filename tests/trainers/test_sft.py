@@ -141,6 +141,22 @@ def test_data_without_the_columns_are_refused_before_a_model_loads(dense_model, 
             LowBitSFTTrainer(dense_model, LowBitSFTConfig(**changed), train_dataset=data)
 
 
+@pytest.mark.parametrize("packing", [False, True])
+def test_data_of_which_nothing_is_left_to_learn_are_refused(dense_model, tmp_path, packing, caplog):
+    """TRL (1.16) trains on packed ones with a loss of 0, and leaves out the others."""
+    some = Dataset.from_list([*pairs(6), *({"prompt": "1+1+1+1+1=", "completion": "5#"} for _ in range(2))])
+
+    with pytest.raises(ValueError, match="No row has a token to learn within max_length=6"):
+        make(dense_model, tmp_path / "none", some, max_length=6, packing=packing)
+
+    # Controls.
+    make(dense_model, tmp_path / "some", some, max_length=8, packing=packing)
+    assert ("2 of 8 rows are left out" in caplog.text) is not packing
+    caplog.clear()
+    make(dense_model, tmp_path / "all", some, max_length=16, packing=packing)
+    assert "left out" not in caplog.text
+
+
 @pytest.mark.parametrize("column", ["messages", "prompt"])
 def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense_model, tmp_path, column):
     messages = [{"role": "user", "content": "1+1="}]
