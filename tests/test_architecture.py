@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "rollout": {"cpu_exact", "quant"} | BASE,
     "metrics": {"loss", "quant"} | BASE,
     # It checks settings, so it may import the modules that define them.
-    "validate": {"config", "trainers.settings", "rollout", "checkpoints", "export", "cpu_exact", "quant"} | BASE,
+    "validate": {"config", "trainers.settings", "learner", "rollout", "checkpoints", "export", "cpu_exact", "quant"}
+    | BASE,
     # All of the method but trainer.py and config.py, which are made of it.
     "trainers": {
         *(

@@ -51,6 +51,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"tbpo_epsilon_high": 0.0}, "tbpo_epsilon_high"),
         ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, "tbpo_delta_low"),  # measured in every run
         ({"tbpo_mismatch_cap": 1.0}, "tbpo_mismatch_cap"),
+        ({"torch_compile": True}, "torch_compile must be False with loss_type='tbpo'"),
         ({"epsilon": 0.1}, "epsilon"),
         ({"delta": 2.0}, "delta"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode"),
@@ -95,6 +96,7 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
         {"tbpo_delta_high": 1e-4},  # below epsilon_high
+        {"torch_compile": True, "loss_type": "grpo"},  # whose bounds are 0.2 wide
         # Bounds of the loss that is used.
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_high": 1e-4},
         VLLM | {"mismatch_abort_threshold": 0.1},

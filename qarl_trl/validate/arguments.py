@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import GenerationConfig
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils import is_bitsandbytes_available
 
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
@@ -15,7 +18,7 @@ from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter
 from .layers import check_plan
 from .placement import check_placement
-from .rollouts import check_processes
+from .rollouts import check_processes, uses_server
 from .types import RunSettings, TrainerArguments
 
 
@@ -23,6 +26,8 @@ logger = get_logger(__name__)
 
 # Optimizers of bitsandbytes begin with these.
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
+# Trackers that transformers has, and does not list among the installed ones.
+NOT_LISTED = ("azure_ml", "flyte")
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 
@@ -48,8 +53,12 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         )
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
+    # A server reports nothing, and its machine may lack the tracker.
+    if trainer_arguments:
+        _check_trackers(args)
     _check_numbers(args)
     _check_trainable(model, trainer_arguments)
+    _check_sampling_arguments(args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
@@ -89,6 +98,17 @@ def _check_optimizer(args: RunSettings) -> None:
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
 
 
+def _check_trackers(args: RunSettings) -> None:
+    """Refuse (`ValueError`, `ImportError`) a tracker that transformers does not know or that is not installed."""
+    # transformers would say so after the model has loaded.
+    installed = get_available_reporting_integrations()
+    for name in args.report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"report_to must be one of {', '.join(INTEGRATION_TO_CALLBACK)}, or none, got {name!r}.")
+        if name not in (*installed, *NOT_LISTED):
+            raise ImportError(f"report_to={name!r} needs {name}, which is not installed: pip install {name}.")
+
+
 def _check_numbers(args: RunSettings) -> None:
     """Refuse (`ValueError`) numbers that the optimizer refuses late, and a number of steps that never comes."""
     for name in ("adam_beta1", "adam_beta2"):
@@ -96,6 +116,27 @@ def _check_numbers(args: RunSettings) -> None:
             raise ValueError(f"{name} must be in [0, 1), got {getattr(args, name)}.")
     if args.save_strategy == "steps" and not args.save_steps > 0:
         raise ValueError(f"save_steps must be above 0, got {args.save_steps}: no checkpoint would be written.")
+
+
+def _check_sampling_arguments(args: RunSettings) -> None:
+    """Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers takes them in silence."""
+    given = getattr(args, "generation_kwargs", None) or {}
+    # The fields of a request to a server are not those of `SamplingParams`.
+    if not given or uses_server(args):
+        return
+
+    if args.has_engine:
+        from vllm import SamplingParams  # late: it takes seconds
+
+        reader = "vLLM's SamplingParams"
+        known = set(inspect.signature(SamplingParams).parameters)
+    else:
+        reader = "transformers' GenerationConfig"
+        known = set(vars(GenerationConfig()))
+
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
 
 
 def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
@@ -113,7 +154,8 @@ def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> No
 
 def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
     """Warn of a KL penalty that is above 0 from the start, because only the policy is in low bits."""
-    beta = getattr(args, "beta", 0.0)
+    # A distillation has a field of the same name, which chooses its divergence.
+    beta = 0.0 if hasattr(args, "teacher_model_name_or_path") else getattr(args, "beta", 0.0)
     # With an adapter the reference is the policy without it, in low bits too.
     if beta and args.quantize_learner and not with_adapter:
         logger.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from conftest import make_tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from slow import toys
 from slow.toys import prompts, randomize_adapter, save_model, stored_tensors
 from toy_runs import adapter
 from toy_runs import make as make_qarl
@@ -19,6 +21,7 @@ from qarl_trl.learner.attention import attend_from_cache
 from qarl_trl.quant import iter_low_bit_weights
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.trainers.teacher import teaches_by_its_base
+from qarl_trl.validate import check_run
 from trainers.runs import losses, pairs, same_weights, settings, weights
 
 
@@ -56,6 +59,35 @@ def test_a_student_comes_closer_to_its_own_start(dense_model, tmp_path, distill_
     start = AutoModelForCausalLM.from_pretrained(dense_model).state_dict()
     teacher = trainer.teacher_model.state_dict()
     assert all(torch.equal(tensor, start[name]) for name, tensor in teacher.items())
+
+
+def test_a_teacher_that_numbers_its_tokens_otherwise_is_refused_before_a_model_loads(
+    dense_model, other_model, tmp_path, caplog
+):
+    """The sizes of the two vocabularies are equal, so the loss could be computed."""
+
+    def check(teacher, **changes):
+        args = LowBitDistillationConfig(**settings(tmp_path / "run", **changes))
+        check_run(dense_model, args, {"teacher_model": teacher, "train_dataset": prompts()})
+
+    mixed_up = tmp_path / "mixed up"
+    shutil.copytree(other_model, mixed_up)
+    toys.make_tokenizer(toys.CHARACTERS[::-1]).save_pretrained(mixed_up)
+    words = "the student's tokenizer: 14 of 17 tokens differ. Token 2 is '0' for the student, and ' ' for the teacher"
+    with pytest.raises(ValueError, match=words):
+        check(str(mixed_up))
+    with pytest.raises(ValueError, match=words):
+        check(AutoModelForCausalLM.from_pretrained(mixed_up))
+
+    # Controls: the same tokenizer, and none.
+    check(other_model)
+    assert "no tokenizer that could be compared" not in caplog.text
+    for file in mixed_up.glob("tokenizer*"):
+        file.unlink()
+    check(str(mixed_up))
+    assert "no tokenizer that could be compared" in caplog.text
+    # `beta` chooses the divergence here, and no KL penalty.
+    assert "reference model" not in caplog.text
 
 
 def test_a_model_that_is_loaded_already_is_copied_for_its_teacher(dense_model, tmp_path):

@@ -5,7 +5,7 @@ from configs import config
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
 from qarl_trl.validate import arguments, check_arguments
@@ -45,6 +45,22 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     check_arguments("org/model", config(tmp_path), {})  # control
 
 
+@pytest.mark.parametrize(
+    ("changes", "reader", "good"),
+    [
+        ({"use_vllm": False}, "GenerationConfig", "stop_strings"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "SamplingParams", "stop"),
+    ],
+)
+def test_sampling_arguments_that_nothing_reads_are_refused(tmp_path, changes, reader, good):
+    misspelt = config(tmp_path, quant_scheme="FP8_DYNAMIC", generation_kwargs={"stop_stings": ["#"]}, **changes)
+    with pytest.raises(ValueError, match=rf"sets \['stop_stings'\], which .*{reader} does not have"):
+        check_arguments("org/model", misspelt, {})
+
+    well_spelt = config(tmp_path, quant_scheme="FP8_DYNAMIC", generation_kwargs={good: ["#"]}, **changes)
+    check_arguments("org/model", well_spelt, {})  # control
+
+
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(TypeError, match="for QaRLTrainer a QaRLConfig.*got dict"):
         check_arguments("no/such-model", {}, {})
@@ -60,6 +76,24 @@ def test_an_optimizer_of_bitsandbytes_needs_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(arguments, "is_bitsandbytes_available", lambda: True)
     check_arguments("no/such-model", args, {})
+
+
+def test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(arguments, "get_available_reporting_integrations", lambda: ["trackio"])
+
+    with pytest.raises(ImportError, match="report_to='wandb' needs wandb, which is not installed: pip install wandb"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=tracked(tmp_path, ["trackio", "wandb"]))
+    with pytest.raises(ValueError, match=r"report_to must be one of .*wandb.* got 'wandbb'"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=tracked(tmp_path, "wandbb"))
+
+    # Controls.
+    for names in ("none", "trackio", ["trackio", "azure_ml"]):
+        check_arguments("org/model", tracked(tmp_path, names), {"reward_funcs": []})
+    check_arguments("org/model", tracked(tmp_path, "wandb"), {})  # a server
+
+
+def tracked(tmp_path, names):
+    return QaRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=names)
 
 
 def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, tiny_model):

@@ -83,7 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
         "model",
         help="model folder as `save_model` and `qarl-trl export` write it, adapter of a frozen base, or Hub id",
     )
-    add("--suite", nargs="+", required=True, help="math (the paper's six), names of docs/after_training.md, or files")
+    add(
+        "--suite",
+        nargs="+",
+        # Without it only the last of several options would count.
+        action="extend",
+        required=True,
+        help="math (the paper's six), names of docs/after_training.md, or files",
+    )
     add("--k", type=int, default=4, help="completions per problem (default: 4; the paper does not give its k)")
     add("--pass_at", type=int, nargs="+", help="the k of the pass@k to report, each at most --k (default: k)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6, paper Table 2)")

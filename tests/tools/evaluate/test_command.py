@@ -88,6 +88,7 @@ def stopped(capsys, *argv):
         (["--conversational", "perhaps"], "--conversational"),
         (["--reward_funcs", "no_such_module.reward"], "reward_funcs"),
         (["--reward_funcs", "math_reward", "math_reward"], "different names"),
+        (["--suite", "math500"], "--suite has 'math500' twice"),
     ],
 )
 def test_wrong_options_are_one_line(capsys, argv, field):
