@@ -31,13 +31,22 @@ def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
         args: The config of the run.
         peft_config: The adapter that the run adds to its model; `None` without one.
     """
+    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
+    return base_never_changes(args, peft_config) and not is_sharded
+
+
+def base_never_changes(args: Any, peft_config: Any) -> bool:
+    """
+    Whether a run keeps the weights of its start, below an adapter.
+
+    Args:
+        args: The config of the run.
+        peft_config: The adapter that the run adds to its model; `None` without one.
+    """
     if peft_config is None or args.frozen:
         return False
     # Of such modules, among them the output layer, the adapter trains copies.
-    if getattr(peft_config, "modules_to_save", None):
-        return False
-    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
-    return not is_sharded
+    return not getattr(peft_config, "modules_to_save", None)
 
 
 def check_own_start(model: str | nn.Module, args: Any) -> None:

@@ -44,8 +44,22 @@ def check_teacher(
     if teacher is None:
         return
 
-    vocabulary = config.get_text_config().vocab_size
-    of_teacher = _config_of(teacher, args).get_text_config().vocab_size
+    check_same_vocabulary(_config_of(teacher, args), config)
+
+
+def check_same_vocabulary(teacher: PretrainedConfig, student: PretrainedConfig) -> None:
+    """
+    Refuse a teacher of another vocabulary.
+
+    Args:
+        teacher: The teacher's config.
+        student: The student's config.
+
+    Raises:
+        ValueError: with the two sizes.
+    """
+    vocabulary = student.get_text_config().vocab_size
+    of_teacher = teacher.get_text_config().vocab_size
     if of_teacher != vocabulary:
         raise ValueError(
             f"teacher_model must have the student's vocabulary of {vocabulary} tokens, got {of_teacher}: the loss "
