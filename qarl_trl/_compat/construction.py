@@ -37,6 +37,19 @@ def trl_module(trainer_class: type) -> str:
     raise TypeError(f"{trainer_class.__name__} must subclass a trainer of TRL.")
 
 
+def streams_its_weights(trainer_class: type) -> bool:
+    """
+    Whether a TRL trainer sends an engine its parameters as they are, by itself.
+
+    TRL's asynchronous trainers (1.16, experimental) do, in `_streaming_iter`. A subclass may replace it.
+
+    Args:
+        trainer_class: A subclass of a trainer of TRL.
+    """
+    stream = getattr(trainer_class, "_streaming_iter", None)
+    return stream is not None and stream.__module__.startswith("trl.")
+
+
 @contextmanager
 def construction(
     trainer_class: type, build_engine: Callable[..., Any], load: Callable[..., Any] | None

@@ -69,6 +69,25 @@ def check_own_start(model: str | nn.Module, args: Any) -> None:
         raise ValueError("A PeftModel has no start of its own to learn from: merge it, or give teacher_model.")
 
 
+def teacher_of_own_start(model: str | nn.Module, args: Any, peft_config: Any) -> str | nn.Module | None:
+    """
+    The `teacher_model` of a run that learns from its own start.
+
+    Args:
+        model: The trainer's model, or its name.
+        args: The config of the run.
+        peft_config: The adapter that the run adds to its model; `None` without one.
+
+    Returns:
+        `None` if the base of the adapter teaches.
+
+    Raises:
+        ValueError: as [`check_own_start`].
+    """
+    check_own_start(model, args)
+    return None if teaches_by_its_base(args, peft_config) else own_start(model)
+
+
 def own_start(model: str | nn.Module) -> str | nn.Module:
     """
     The start of a run as a second model: its name, or a copy of a model that is loaded.

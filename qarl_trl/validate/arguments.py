@@ -101,6 +101,8 @@ def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> No
 def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
     """Warn of a KL penalty that is above 0 from the start, because only the policy is in low bits."""
     beta = getattr(args, "beta", 0.0)
+    if hasattr(args, "teacher_model_name_or_path"):  # the `beta` of a distillation chooses its divergence
+        return
     # With an adapter the reference is the policy without it, in low bits too.
     if beta and args.quantize_learner and not with_adapter:
         logger.warning(
