@@ -137,15 +137,21 @@ def _between_passes(run: Run, one_pass: Trial) -> str:
 
 
 def _comparison(run: Run, alone: Sequence[Trial]) -> Iterator[str]:
-    """A row for each lever: the peaks with it, what a sync moves, the host memory, and its options."""
-    yield "\n" + _row("each alone", [*moments(run), "sync moves", "host"])
+    """A row for each lever: the peaks with it, what a sync moves if there is one, the host memory, and its options."""
+    columns = [*moments(run)]
+    if run.engine:
+        columns.append("sync moves")
+    yield "\n" + _row("each alone", [*columns, "host"])
 
     for trial in alone:
         if trial.run is None:
             yield f"{_row(trial.lever.name, [])}  {trial.refusal}"
             continue
 
-        sizes = [*peaks(trial.run).values(), synced_bytes(trial.run), host_bytes(trial.run)]
+        sizes = [*peaks(trial.run).values()]
+        if run.engine:
+            sizes.append(synced_bytes(trial.run))
+        sizes.append(host_bytes(trial.run))
         yield f"{_row(trial.lever.name, sizes)}  {trial.lever.text}"
 
 
