@@ -14,14 +14,7 @@ from trl.trainer.utils import create_model_from_path
 
 from .configs import LowBitDistillationConfig
 from .low_bit import LowBitMixin
-from .teacher import (
-    BaseOfAdapter,
-    check_own_start,
-    loading_of_own_start,
-    name_of_teacher,
-    own_start,
-    teaches_by_its_base,
-)
+from .teacher import BaseOfAdapter, loading_of_own_start, name_of_teacher, teacher_of_own_start
 
 
 if TYPE_CHECKING:
@@ -91,13 +84,11 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         args = copy.copy(args)
         teacher_model = teacher_model or args.teacher_model_name_or_path
         learns_from_itself = teacher_model is None
-        shares_base = learns_from_itself and teaches_by_its_base(args, peft_config)
         if learns_from_itself:
-            check_own_start(model, args)
+            teacher_model = teacher_of_own_start(model, args, peft_config)
             if isinstance(model, str):
                 args.teacher_model_init_kwargs = loading_of_own_start(args)
-            if not shares_base:
-                teacher_model = own_start(model)
+        shares_base = teacher_model is None
 
         # For cards, and for a resumed run, which must have the same teacher.
         self.learns_from_itself = learns_from_itself

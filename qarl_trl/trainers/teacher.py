@@ -33,16 +33,25 @@ def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
         args: The config of the run.
         peft_config: The adapter that the run adds to its model; `None` without one.
     """
+    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
+    return base_never_changes(args, peft_config) and not is_sharded
+
+
+def base_never_changes(args: Any, peft_config: Any) -> bool:
+    """
+    Whether a run keeps the weights of its start, below an adapter.
+
+    Args:
+        args: The config of the run.
+        peft_config: The adapter that the run adds to its model; `None` without one.
+    """
     if peft_config is None or args.frozen:
         return False
     # The base would attend to the rounded keys and values of the student.
     if args.aligned_cache is not None:
         return False
     # Of such modules, among them the output layer, the adapter trains copies.
-    if getattr(peft_config, "modules_to_save", None):
-        return False
-    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
-    return not is_sharded
+    return not getattr(peft_config, "modules_to_save", None)
 
 
 def check_own_start(model: str | nn.Module, args: Any) -> None:
@@ -63,6 +72,25 @@ def check_own_start(model: str | nn.Module, args: Any) -> None:
         )
     if not isinstance(model, str) and adapter_configs(model, None):
         raise ValueError("A PeftModel has no start of its own to learn from: merge it, or give teacher_model.")
+
+
+def teacher_of_own_start(model: str | nn.Module, args: Any, peft_config: Any) -> str | nn.Module | None:
+    """
+    The `teacher_model` of a run that learns from its own start.
+
+    Args:
+        model: The trainer's model, or its name.
+        args: The config of the run.
+        peft_config: The adapter that the run adds to its model; `None` without one.
+
+    Returns:
+        `None` if the base of the adapter teaches.
+
+    Raises:
+        ValueError: as [`check_own_start`].
+    """
+    check_own_start(model, args)
+    return None if teaches_by_its_base(args, peft_config) else own_start(model)
 
 
 def own_start(model: str | nn.Module) -> str | nn.Module:

@@ -155,7 +155,10 @@ def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> No
 def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
     """Warn of a KL penalty that is above 0 from the start, because only the policy is in low bits."""
     # A distillation has a field of the same name, which chooses its divergence.
-    beta = 0.0 if hasattr(args, "teacher_model_name_or_path") else getattr(args, "beta", 0.0)
+    if hasattr(args, "teacher_model_name_or_path"):
+        return
+
+    beta = getattr(args, "beta", 0.0)
     # With an adapter the reference is the policy without it, in low bits too.
     if beta and args.quantize_learner and not with_adapter:
         logger.warning(

@@ -5,7 +5,7 @@ from configs import config
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
-from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl import LowBitDistillationConfig, QaRLConfig, QaRLTrainer
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
 from qarl_trl.validate import arguments, check_arguments
@@ -165,3 +165,10 @@ def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path,
     assert not warned(beta=0.1, quantize_learner=False)
     assert not warned(beta=0.1, quant_scheme="none")
     assert not warned({"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")}, beta=0.1)
+
+    # In a distillation it chooses the divergence, 1.0 by default.
+    caplog.clear()
+    of_distillation = LowBitDistillationConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    assert of_distillation.beta == 1.0
+    check_arguments("org/model", of_distillation, {})
+    assert "reference model" not in caplog.text
