@@ -335,6 +335,19 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
             yield Change(name, before[name], value, RULES.get(name, Rule.REFUSED))
 
 
+def rows_per_update(settings: Mapping[str, Any], world_size: int) -> float:
+    """
+    How many new rows of the data set an update takes.
+
+    Args:
+        settings: From [`compared_settings`].
+        world_size: The number of processes.
+    """
+    rows = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * world_size
+    # Of a prompt there are several completions, and a rollout batch may be used several times.
+    return rows / (settings.get("num_generations", 1) * settings.get("num_iterations", 1))
+
+
 def refuses(change: Change, within_batch: bool, with_deepspeed: bool) -> str | None:
     """
     Why a run with this change cannot resume; `None` if it can.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers.trainer import TRAINER_STATE_NAME
 from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import restore_default_adapter, restore_master_weights
@@ -29,10 +31,11 @@ from ..quant.layers.experts import expert_modules
 from ..quant.names import base_model
 from ..quant.store import LowBitStore, iter_low_bit_weights
 from ..quant.weight_stream import WeightStream
-from .folder import INCOMING, MANIFEST, commit, rotate
+from .changes import rows_per_update
+from .folder import INCOMING, MANIFEST, commit, read_manifest, rotate
 from .lock import holding
 from .optimizer import apply_settings, settings_of_groups
-from .resume import WITHIN_BATCH, changed_settings, check_start, resume_path
+from .resume import SETTINGS, WITHIN_BATCH, changed_settings, check_start, resume_path
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 
@@ -127,6 +130,31 @@ class CheckpointMixin:
         if changed:
             applied = "and these settings count from the next update on: " + ", ".join(map(str, changed))
         logger.warning("Training resumes from %s, %s.", checkpoint, applied)
+        self._say_moved_rows(checkpoint)
+
+    def _say_moved_rows(self, checkpoint: str) -> None:
+        """Warn if the place in the data, which the Trainer counts in updates, is another one by the run's settings."""
+        stored = read_manifest(Path(checkpoint))
+        if SETTINGS not in stored or self.args.ignore_data_skip:
+            return
+
+        settings = self._identity[SETTINGS]
+        now = rows_per_update(settings, self.args.world_size)
+        # A setting that the checkpoint lacks is none that changed.
+        before = rows_per_update(settings | stored[SETTINGS], self.args.world_size)
+        updates = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())["global_step"]
+        moved = round(abs(now - before) * updates)
+        if moved:
+            logger.warning(
+                "An update takes %g rows of the data set now and took %g, and %d updates are done: about %d rows are "
+                "%s, and the run ends by its number of updates. With an equal product of "
+                "per_device_train_batch_size and gradient_accumulation_steps the data go on where they were.",
+                now,
+                before,
+                updates,
+                moved,
+                "left out" if now > before else "trained again",
+            )
 
     def _forget_earlier_call(self) -> None:
         """Drop what was made from other weights: an earlier call may have failed, and this one may resume."""

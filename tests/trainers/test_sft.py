@@ -214,3 +214,50 @@ def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense
 def test_settings_that_cannot_run_are_refused(tmp_path, changes, words):
     with pytest.raises(ValueError, match=words):
         LowBitSFTConfig(**settings(tmp_path, **changes))
+
+
+# Resuming -----------------------------------------------------------------------------------------------------------
+
+
+def rows_of_a_run(model, folder, checkpoint=None, **changes):
+    """The rows that a run of one epoch trains on."""
+    values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": -1, "save_steps": 2}
+    values |= {"num_train_epochs": 1, "save_strategy": "steps"} | changes
+    trainer = LowBitSFTTrainer(model, LowBitSFTConfig(**settings(folder, **values)), train_dataset=pairs(16))
+    rows = []
+    compute_loss = trainer.compute_loss
+
+    def noted(model, inputs, *args, **kwargs):
+        rows.extend(tuple(row) for row in inputs["input_ids"].tolist())
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = noted
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gradient_accumulation_steps": 1}, "2 updates are done: about 4 rows are trained again"),
+        ({"gradient_accumulation_steps": 4}, "2 updates are done: about 8 rows are left out"),
+        ({"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, None),
+        ({}, None),
+    ],
+)
+def test_a_resume_with_updates_of_another_size_says_which_rows_it_moves(dense_model, tmp_path, caplog, changes, words):
+    first = rows_of_a_run(dense_model, tmp_path / "first")[:8]
+    caplog.clear()
+
+    rest = rows_of_a_run(dense_model, tmp_path / "rest", str(tmp_path / "first" / "checkpoint-2"), **changes)
+
+    said = [record.getMessage() for record in caplog.records if "rows of the data set" in record.getMessage()]
+    twice = len(set(first) & set(rest))
+    never = 16 - len(set(first) | set(rest))
+    if words is None:
+        assert not said
+        assert (twice, never) == (0, 0)
+    else:
+        assert len(said) == 1
+        assert words in said[0]
+        assert twice + never in (4, 8)
