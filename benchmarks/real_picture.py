@@ -14,16 +14,21 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from real_table import CHOICES, error_of_problems, mean_and_error, pairs_of_choice
+from matplotlib.patches import Patch
+from real_table import CHOICES, cells_of, error_of_problems, mean_and_error, pairs_of_choice
 
 from qarl_trl.tools.report.plots import COLOURS
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# README's mismatches: arms of bench_gpu_step.py in one shape, and their names in the picture.
+# The arms of README's picture: its names, those of real_arms.py, and those of bench_gpu_step.py in one shape.
+ARMS = {
+    "bf16 rollouts": ("bf16 GRPO", "bf16"),
+    "rollout-only": ("rollout-only GRPO", "rollout-only W4A16"),
+    "QaRL": ("QaRL GRPO", "QaRL W4A16"),
+}
 STEPS = ROOT / "benchmarks" / "results" / "h200" / "bench_gpu_step.jsonl"
 SHAPE = "qwen2.5-1.5b"
-GAPS = {"bf16": "bf16 rollouts", "rollout-only W4A16": "rollout-only", "QaRL W4A16": "QaRL"}
 RECIPE = "recipes/one_gpu/qwen2.5-7b_frozen.yaml"
 # Its arms as `qarl-trl plan` prints them, from the estimated GiB of a 4090.
 MEMORY = {
@@ -35,14 +40,19 @@ CARD = 23.5  # GiB of a 4090 that a process can use
 
 
 def first_picture() -> Figure:
-    """README's: mismatch measured on a GPU, and estimated memory of a 7B model on one GPU."""
+    """README's: mismatch measured on a CPU and on a GPU, and estimated memory of a 7B model on one GPU."""
     figure = Figure(figsize=(10, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
 
-    gaps = measured_gaps()
-    bars = left.barh(list(gaps), list(gaps.values()), color=COLOURS[: len(gaps)])
-    left.bar_label(bars, fmt="%.2g", padding=4)
-    left.set(title="Engine and learner apart, nats per token (measured)", xlim=(0, 0.65))
+    height = 0.38
+    for number, (gaps, shade) in enumerate(((gaps_of_smollm2(), 1.0), (gaps_of_h200(), 0.5))):
+        places = [index + number * height for index in range(len(ARMS))]
+        bars = left.barh(places, gaps, height=height, color=COLOURS[: len(ARMS)], alpha=shade)
+        left.bar_label(bars, labels=[f"{gap:.2g}" for gap in gaps], padding=4)
+    shades = [Patch(color="0.3", alpha=shade) for shade in (1.0, 0.5)]
+    left.legend(shades, ["SmolLM2-135M, CPU", "1.5B, random weights, H200"], frameon=False, loc="lower right")
+    left.set(title="Mismatch, nats per token (measured)", xlim=(0, 0.65))
+    left.set_yticks([index + height / 2 for index in range(len(ARMS))], list(ARMS))
     left.invert_yaxis()
 
     memory = estimated_memory()
@@ -55,15 +65,23 @@ def first_picture() -> Figure:
     return figure
 
 
-def measured_gaps() -> dict[str, float]:
-    """Mean mismatch of the arms of `GAPS`, in nats per token."""
+def gaps_of_smollm2() -> list[float]:
+    """Mean mismatch of the arms over their runs in groups of 64, in nats per token."""
+    gaps = []
+    for arm, _ in ARMS.values():
+        runs = [cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of("g64", arm)]
+        gaps.append(statistics.fmean(statistics.fmean(run) for run in runs))
+    return gaps
+
+
+def gaps_of_h200() -> list[float]:
+    """Mean mismatch of the arms in one shape, in nats per token."""
     gaps = {}
     for line in STEPS.read_text().splitlines():
         run = json.loads(line)
-        if run["shape"] == SHAPE and run["arm"] in GAPS:
-            gaps[GAPS[run["arm"]]] = statistics.fmean(run["mismatch"])
-
-    return {name: gaps[name] for name in GAPS.values()}
+        if run["shape"] == SHAPE:
+            gaps[run["arm"]] = statistics.fmean(run["mismatch"])
+    return [gaps[arm] for _, arm in ARMS.values()]
 
 
 def estimated_memory() -> dict[str, float]:
