@@ -33,6 +33,9 @@ def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
         args: The config of the run.
         peft_config: The adapter that the run adds to its model; `None` without one.
     """
+    # The base would attend to the rounded keys and values of the student.
+    if args.aligned_cache is not None:
+        return False
     is_sharded = fsdp_settings(args) is not None or is_zero3(args)
     return base_never_changes(args, peft_config) and not is_sharded
 
@@ -46,9 +49,6 @@ def base_never_changes(args: Any, peft_config: Any) -> bool:
         peft_config: The adapter that the run adds to its model; `None` without one.
     """
     if peft_config is None or args.frozen:
-        return False
-    # The base would attend to the rounded keys and values of the student.
-    if args.aligned_cache is not None:
         return False
     # Of such modules, among them the output layer, the adapter trains copies.
     return not getattr(peft_config, "modules_to_save", None)
