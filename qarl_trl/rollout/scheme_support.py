@@ -56,6 +56,13 @@ def _check_scheme(scheme: SchemeSupport, args: QaRLConfig) -> None:
     # The table says what some CPU can run; this one may lack the kernel of W4A16.
     check_engine_cpu(args.device.type, four_bits=scheme.format == "pack-quantized")
 
+    # The CPU kernel of int8 inputs packs a weight away, and vLLM's wrapper of a layer with an adapter asks for it.
+    if args.frozen and args.device.type == "cpu" and scheme.activations == "int8_token":
+        raise ValueError(
+            f"lora_base must be 'merged' with quant_scheme={scheme.name!r} on a CPU: vLLM serves no adapter there. "
+            "Or choose another scheme."
+        )
+
     # The split layers see only a part of a token, so their scale is of that part.
     one_scale_per_token = scheme.activations.endswith(("token", "asymmetric"))
     if one_scale_per_token and args.vllm_tensor_parallel_size > 1:

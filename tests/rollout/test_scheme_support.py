@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import PartialState
 from configs import config
+from peft import LoraConfig
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.quant import apply_quantization
@@ -38,11 +39,26 @@ def test_a_scheme_without_a_cpu_kernel_is_refused_before_a_model_loads(tmp_path,
     check_arguments("org/model", config(tmp_path, quant_scheme=scheme), {})
 
 
+@pytest.mark.parametrize("scheme", ON_CPU)
+def test_a_frozen_base_on_a_cpu_needs_a_scheme_that_serves_adapters(tmp_path, scheme):
+    """tests/slow/test_frozen.py runs the others."""
+    args = config(tmp_path, use_vllm=True, quant_scheme=scheme, lora_base="frozen")
+    arguments = {"peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")}
+
+    if scheme == "W8A8":
+        with pytest.raises(ValueError, match="lora_base must be 'merged' with quant_scheme='W8A8' on a CPU"):
+            check_arguments("org/model", args, arguments)
+    else:
+        check_arguments("org/model", args, arguments)
+
+
 def check_on_gpu(monkeypatch, scheme, capability=(9, 0), ranks=1, **engine):
     """`check_engine` as on a GPU of that capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     plan = single_group(resolve_scheme(scheme), ["Linear"], [])
-    args = SimpleNamespace(device=torch.device("cuda"), vllm_tensor_parallel_size=ranks, engine_kwargs=engine)
+    args = SimpleNamespace(
+        device=torch.device("cuda"), frozen=False, vllm_tensor_parallel_size=ranks, engine_kwargs=engine
+    )
     check_engine(plan, args)
 
 

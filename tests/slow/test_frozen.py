@@ -61,6 +61,27 @@ def _logged_logp_diffs(trainer: Any) -> list[float]:
     return [row["mismatch/logp_diff_mean"] for row in log if "mismatch/logp_diff_mean" in row]
 
 
+# Biases --------------------------------------------------------------------------------------------------------------
+
+
+def _run_with_biases(model: str, folder: str, scheme: str) -> list[float]:
+    trainer = _frozen_trainer(model, Path(folder), quant_scheme=scheme, max_steps=4)
+    randomize_adapter(trainer.model)
+    trainer.train()
+    return _logged_logp_diffs(trainer)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A8", "W4A16"])
+def test_a_base_with_biases_is_loaded_below_the_wrappers_of_an_adapter(tmp_path, scheme):
+    """A wrapper shows the bias of the layer inside, and has none of its own to fill."""
+    model = save_model(tmp_path / "model", family="Qwen2")
+
+    logp_diffs = isolated(_run_with_biases, model, str(tmp_path / "run"), scheme)
+
+    assert len(logp_diffs) == 2
+    assert max(logp_diffs) < FLOOR
+
+
 # One engine ----------------------------------------------------------------------------------------------------------
 
 

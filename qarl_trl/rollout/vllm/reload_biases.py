@@ -33,8 +33,9 @@ def biases_of_checkpoint() -> Iterator[None]:
     def restore_with_bias(layer: Any, info: Any) -> None:
         restore(layer, info)
 
-        bias: Any = getattr(layer, "bias", None)
-        if isinstance(bias, torch.nn.Parameter) and hasattr(layer, "weight_loader"):
+        # Only a parameter of its own: vLLM's wrapper of a layer with an adapter shows the bias of the layer inside.
+        bias: Any = layer._parameters.get("bias")
+        if bias is not None and hasattr(layer, "weight_loader"):
             layer.bias = _empty_bias(layer, bias)
 
     with patch.object(layerwise, "restore_layer_on_meta", restore_with_bias):
