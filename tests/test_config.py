@@ -1,10 +1,13 @@
 """`QaRLConfig`: defaults of the paper, and which settings of the method are refused."""
 
+import copy
+import pickle
+
 import pytest
 from configs import config
 from trl import GRPOConfig
 
-from qarl_trl.config import POSITIVE, STOCK_LOSSES, logger
+from qarl_trl.config import POSITIVE, STOCK_LOSSES, QaRLConfig, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.trainers.settings import UNFIT
@@ -133,3 +136,12 @@ def test_muon_refuses_deepspeed(tmp_path, monkeypatch):
     config(tmp_path, optim_muon=False, **settings)
     with pytest.raises(ValueError, match="optim_muon must be False with DeepSpeed"):
         config(tmp_path, optim_muon=True, **settings)
+
+
+def test_a_config_with_fields_of_its_own_can_be_pickled_by_value():
+    """As cloudpickle sends a class that a script defines."""
+    text = QaRLConfig.__dataclass_fields__["quant_scheme"].metadata["help"]
+
+    for copied in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
+        assert copied == text
+        assert copied.group == text.group

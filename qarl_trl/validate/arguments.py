@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils import is_bitsandbytes_available
 
-from ..export import LOW_BIT_FOLDER, check_target
+from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.names import adapter_configs
 from ..trainers.settings import LowBitConfig
@@ -44,7 +44,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     Raises:
         TypeError: if `args` is no config with `LowBitConfig`.
         ImportError: if bitsandbytes is missing, or peft has an untested version.
-        ValueError: for settings that do not work together, with this device, or with these processes.
+        ValueError: for settings that do not work together, with this device, or with these processes, and for a model
+            that nothing would train.
     """
     if not isinstance(args, LowBitConfig):
         raise TypeError(
@@ -56,6 +57,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     if trainer_arguments:
         _check_trackers(args)
     _check_numbers(args)
+    _check_trainable(model, trainer_arguments)
     _check_sampling_arguments(args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
@@ -76,6 +78,17 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     plan = args.quant_plan()
     if plan is not None:
         check_plan(plan, args)
+
+
+def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments) -> None:
+    """Refuse (`ValueError`) a loaded model that no step would change: such a run would look like training."""
+    if isinstance(model, str) or trainer_arguments.get("peft_config"):
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"No parameter of the model ({type(model).__name__}) has requires_grad, so nothing would be trained. "
+            "PeftModel.from_pretrained needs is_trainable=True."
+        )
 
 
 def _check_optimizer(args: RunSettings) -> None:
@@ -142,7 +155,10 @@ def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> No
 def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
     """Warn of a KL penalty that is above 0 from the start, because only the policy is in low bits."""
     # A distillation has a field of the same name, which chooses its divergence.
-    beta = 0.0 if hasattr(args, "teacher_model_name_or_path") else getattr(args, "beta", 0.0)
+    if hasattr(args, "teacher_model_name_or_path"):
+        return
+
+    beta = getattr(args, "beta", 0.0)
     # With an adapter the reference is the policy without it, in low bits too.
     if beta and args.quantize_learner and not with_adapter:
         logger.warning(
@@ -153,9 +169,12 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
 
 
 def _check_targets(args: RunSettings, with_adapter: bool) -> None:
-    """Refuse (`ValueError`) folders where the low-bit model would overwrite another model at the end of the run."""
-    check_target(args.output_dir)
-    # With an adapter, `output_dir` gets the adapter, and a sub-folder gets the low-bit model.
-    if with_adapter:
-        folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
-        check_target(Path(args.output_dir, folder))
+    """Refuse (`ValueError`) folders where what the run saves would overwrite another model, or lie beside one."""
+    if not with_adapter:
+        check_target(args.output_dir)
+        return
+
+    # `output_dir` gets the adapter, and a sub-folder gets the low-bit model.
+    check_adapter_target(args.output_dir)
+    folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
+    check_target(Path(args.output_dir, folder))

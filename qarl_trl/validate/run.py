@@ -20,7 +20,7 @@ from .memory import check_host_memory
 from .model import config_of, skeleton
 from .prompts import check_prompts
 from .source import find_source
-from .teacher import check_teacher
+from .teacher import check_teacher, teacher_to_load
 from .teacher_tokenizer import check_teacher_tokenizer
 from .types import RunSettings, TrainerArguments
 
@@ -72,8 +72,7 @@ def check_run(
 
     # A model that was passed as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(trainer_arguments)
-    if loads_master_weights:
-        check_host_memory(config, args)
+    check_host_memory(config if loads_master_weights else None, args, teacher_to_load(args, trainer_arguments))
 
     # This comes last because it creates the repository, which a run that is refused must not do.
     if args.push_to_hub:

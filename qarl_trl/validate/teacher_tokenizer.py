@@ -42,7 +42,7 @@ def check_teacher_tokenizer(name: str, args: RunSettings, trainer_arguments: Tra
     if not teacher_name or teacher_name == name:
         return
 
-    student = trainer_arguments.get("processing_class") or load_tokenizer(name, args)
+    student: Any = trainer_arguments.get("processing_class") or load_tokenizer(name, args)
     vocabulary = getattr(student, "tokenizer", student).get_vocab()
     of_teacher = _vocabulary_of(teacher_name, args)
     # Without files of a tokenizer transformers makes one of a single token.

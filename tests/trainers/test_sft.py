@@ -69,6 +69,35 @@ def test_rows_that_share_a_sequence_do_not_see_each_other(dense_model, tmp_path)
     assert losses(packed)[0] == pytest.approx(losses(alone)[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("method", ["predict", "evaluate"])
+def test_weights_that_were_written_past_the_optimizer_are_scored(dense_model, tmp_path, method):
+    """`param.data` leaves no trace of a write."""
+    trainer = LowBitSFTTrainer(
+        dense_model, LowBitSFTConfig(**settings(tmp_path)), train_dataset=pairs(), eval_dataset=pairs(4)
+    )
+    trainer.train()
+    before = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
+
+    for parameter in trainer.model.parameters():
+        parameter.data.mul_(1.5)
+
+    if method == "predict":
+        after = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
+    else:
+        after = trainer.evaluate()["eval_loss"]
+    written = load_scaled(dense_model, trainer)
+    assert after != before
+    assert after == pytest.approx(written, rel=1e-6)
+
+
+def load_scaled(model, trainer):
+    """The loss of a new trainer with the weights of `trainer`."""
+    args = LowBitSFTConfig(**settings(trainer.args.output_dir))
+    other = LowBitSFTTrainer(model, args, train_dataset=pairs(), eval_dataset=pairs(4))
+    other.model.load_state_dict(trainer.model.state_dict())
+    return other.evaluate()["eval_loss"]
+
+
 @pytest.mark.parametrize(
     "changes", [{"packing": True}, {"eval_packing": True}, {"padding_free": True, "max_length": None}]
 )

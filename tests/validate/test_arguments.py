@@ -2,10 +2,12 @@
 
 import pytest
 from configs import config
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
-from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl import LowBitDistillationConfig, QaRLConfig, QaRLTrainer
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
 from qarl_trl.validate import arguments, check_arguments
 
 
@@ -109,6 +111,47 @@ def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, 
     check_arguments("no/such-model", config(tmp_path / "low_bit", quant_scheme="none"), {})
 
 
+def test_an_adapter_and_a_model_do_not_share_a_folder(tmp_path, tiny_model):
+    """transformers would load the adapter in place of the model beside it, and a push would share both."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
+    save_low_bit(model, None, tmp_path / "model")
+    get_peft_model(tiny_model(num_hidden_layers=1), lora).save_pretrained(tmp_path / "adapter")
+
+    for lora_base in ("merged", "frozen"):
+        args = config(tmp_path / "model", lora_base=lora_base)
+        with pytest.raises(ValueError, match=r"holds a model or a training checkpoint \(model\.safetensors\)"):
+            check_arguments("no/such-model", args, {"peft_config": lora})
+    with pytest.raises(ValueError, match=r"holds a LoRA adapter \(adapter_config\.json\)"):
+        check_arguments("no/such-model", config(tmp_path / "adapter"), {})
+    with pytest.raises(ValueError, match=r"holds a LoRA adapter \(adapter_config\.json\)"):
+        save_low_bit(model, None, tmp_path / "adapter")
+
+    # Controls: the next run of the same kind.
+    check_arguments("no/such-model", config(tmp_path / "model"), {})
+    check_arguments("no/such-model", config(tmp_path / "adapter"), {"peft_config": lora})
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "none"])
+def test_a_model_that_no_step_would_change_is_refused(tmp_path, tiny_model, scheme):
+    """With gradient checkpointing its loss has a gradient, and the run looks like training."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    args = config(tmp_path / "run", quant_scheme=scheme)
+    get_peft_model(tiny_model(num_hidden_layers=1), lora).save_pretrained(tmp_path / "adapter")
+
+    loaded = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter")
+    with pytest.raises(ValueError, match="No parameter of the model .PeftModel.* needs is_trainable=True"):
+        check_arguments(loaded, args, {})
+    frozen = tiny_model(num_hidden_layers=1).requires_grad_(False)
+    with pytest.raises(ValueError, match="No parameter of the model .Qwen3ForCausalLM. has requires_grad"):
+        check_arguments(frozen, args, {})
+
+    # Controls: something is trained.
+    trainable = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter", is_trainable=True)
+    check_arguments(trainable, args, {})
+    check_arguments(frozen, args, {"peft_config": lora})
+
+
 def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path, caplog):
     def warned(kwargs=None, **changes):
         caplog.clear()
@@ -122,3 +165,10 @@ def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path,
     assert not warned(beta=0.1, quantize_learner=False)
     assert not warned(beta=0.1, quant_scheme="none")
     assert not warned({"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")}, beta=0.1)
+
+    # In a distillation it chooses the divergence, 1.0 by default.
+    caplog.clear()
+    of_distillation = LowBitDistillationConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    assert of_distillation.beta == 1.0
+    check_arguments("org/model", of_distillation, {})
+    assert "reference model" not in caplog.text
