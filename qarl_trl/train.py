@@ -111,7 +111,7 @@ def _keys_of(argv: Sequence[str]) -> set[str]:
 
     from .recipe import read_recipe
 
-    keys = set()
+    keys: set[str] = set()
     for place, word in enumerate(argv):
         if not word.startswith("--"):
             continue

@@ -87,9 +87,8 @@ class LowBitWeight:
         Raises:
             ValueError: if two of them would share a scale (blocks), a word of 8 zero points or a global scale.
         """
+        self._check_split(rows)
         total, _ = self.shape
-        if total % rows or rows % rows_together(self.scheme) or has_global_scale(self.scheme):
-            raise ValueError(f"{total} rows in the scheme {self.scheme} cannot be split into {rows} each.")
 
         # Scales of blocks and words of zero points have fewer rows than the weight, in the same order.
         chunks = [tensor.chunk(total // rows) for tensor in self.data.values()]
@@ -98,6 +97,42 @@ class LowBitWeight:
             data = dict(zip(self.data, tensors, strict=True))
             parts.append(LowBitWeight(data, self.scheme))
         return parts
+
+    def stacks(self, experts: int, projections: int) -> list[dict[str, Tensor]]:
+        """
+        The tensors of the weights that [`split`] gives, those of all experts in one.
+
+        Args:
+            experts: Number of experts, whose rows follow each other.
+            projections: Number of matrices of equal size in the rows of each expert.
+
+        Returns:
+            For each projection its tensors by local name, sorted: `(experts, ...)`, views.
+
+        Raises:
+            ValueError: as [`split`] does.
+        """
+        total, columns = self.shape
+        rows = total // (experts * projections)
+        self._check_split(rows)
+
+        stacks: list[dict[str, Tensor]] = [{} for _ in range(projections)]
+        for name, tensor in self.data.items():
+            parts = tensor.unflatten(0, (experts, projections, -1)).unbind(1)
+            for stack, part in zip(stacks, parts, strict=True):
+                stack[name] = part
+
+        if self.scheme.format == "pack-quantized":
+            shape = torch.tensor((rows, columns))
+            for stack in stacks:
+                stack["weight_shape"] = shape.expand(experts, 2)
+        return [dict(sorted(stack.items())) for stack in stacks]
+
+    def _check_split(self, rows: int) -> None:
+        """Refuse (`ValueError`) parts of `rows` rows that are not weights of their own."""
+        total, _ = self.shape
+        if total % rows or rows % rows_together(self.scheme) or has_global_scale(self.scheme):
+            raise ValueError(f"{total} rows in the scheme {self.scheme} cannot be split into {rows} each.")
 
 
 # The producer --------------------------------------------------------------------------------------------------------

@@ -272,7 +272,9 @@ def find_store(model: nn.Module) -> LowBitStore | None:
     return None
 
 
-def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iterator[tuple[str, Tensor]]:
+def iter_low_bit_weights(
+    model: nn.Module, gather: Gather = nullcontext, stacked: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """
     Yield every tensor of the checkpoint of `model`, as the master weights are now: low-bit if it is quantized, else
     bfloat16. Weight syncs and files have these.
@@ -280,10 +282,12 @@ def iter_low_bit_weights(model: nn.Module, gather: Gather = nullcontext) -> Iter
     Args:
         model: A model, or a `PeftModel`, whose active adapter is merged.
         gather: Makes parameters whole, under ZeRO-3.
+        stacked: Yield one tensor for all experts of a projection, as [`~qarl_trl.quant.stream.checkpoint_stream`]
+            names them. Weight syncs have these.
     """
     store = find_store(model)
     weight_of = None if store is None else store.fresh_weight_of
-    yield from checkpoint_stream(model, weight_of, gather)
+    yield from checkpoint_stream(model, weight_of, gather, stacked)
 
 
 def _is_sharded(model: nn.Module) -> bool:

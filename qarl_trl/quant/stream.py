@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .layers.experts import PROJECTIONS, expert_modules, layer_names
+from .layers.experts import PROJECTIONS, expert_modules, layer_names, stack_name
 from .layers.layer import LowBitLayer
 from .names import checkpoint_names, checkpoint_renaming, plain_name
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
-from .sharding.shards import whole
+from .sharding.shards import shape_of, whole
 
 
 # The low-bit weight of a layer by its name: `weight_of` or `fresh_weight_of` of a store.
@@ -25,7 +25,9 @@ _WeightOf = Callable[[LowBitLayer, str], LowBitWeight]
 Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
-def checkpoint_stream(model: nn.Module, weight_of: _WeightOf | None, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+def checkpoint_stream(
+    model: nn.Module, weight_of: _WeightOf | None, gather: Gather, stacked: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """
     Yield every tensor of the checkpoint of `model`, with the name that transformers saves it under.
 
@@ -39,8 +41,10 @@ def checkpoint_stream(model: nn.Module, weight_of: _WeightOf | None, gather: Gat
         weight_of: Gives the low-bit weight of a layer by its name; `None` for a model without low-bit layers.
         gather: Makes parameters whole inside its context. Collective under ZeRO-3 and FSDP2: every process must
             iterate.
+        stacked: Yield one tensor for all experts of a projection, `(experts, ...)`, under the name of
+            [`~qarl_trl.quant.layers.experts.stack_name`]. A mixture has tens of thousands of matrices.
     """
-    names = _Names.of(model, in_low_bits=weight_of is not None)
+    names = _Names.of(model, in_low_bits=weight_of is not None, stacked=stacked)
     # The `id`s of parameters that the stream already has: as they are, in a low-bit weight, or as layers of experts.
     sent: set[int] = set()
 
@@ -76,7 +80,7 @@ def renamed_stream(model: nn.Module, named_parameters: Iterable[tuple[str, Tenso
         model: A model without low-bit layers.
         named_parameters: Names, as in `model`, and whole or FSDP2-sharded tensors.
     """
-    names = _Names.of(model, in_low_bits=False)
+    names = _Names.of(model, in_low_bits=False, stacked=False)
     for full_name, parameter in named_parameters:
         name = names.in_base(full_name)
         if name is not None:
@@ -95,22 +99,24 @@ class _Names:
         saved: From a name in the base model to the name that the stream gives.
         experts: The modules of experts that the stream divides into linear layers: by `id`, their names in the base
             model.
+        stacked: Whether the layers of all experts of a projection come in one.
     """
 
     in_base: Callable[[str], str | None]
     saved: Callable[[str], str]
     experts: dict[int, str]
+    stacked: bool
 
     @classmethod
-    def of(cls, model: nn.Module, in_low_bits: bool) -> _Names:
+    def of(cls, model: nn.Module, in_low_bits: bool, stacked: bool) -> _Names:
         """The names of a model; `in_low_bits` says whether its low-bit layers are streamed as such."""
         if not in_low_bits:
             # TRL syncs a high-precision model by its own names, and its experts as they are.
-            return cls(checkpoint_names(model), str, {})
+            return cls(checkpoint_names(model), str, {}, stacked)
 
         # Engines load a quantized checkpoint by the names that transformers saves, with one layer for each expert.
         experts = {id(module): name for name, module in expert_modules(model)}
-        return cls(checkpoint_names(model), checkpoint_renaming(model), experts)
+        return cls(checkpoint_names(model), checkpoint_renaming(model), experts, stacked)
 
     def prefix(self, layer_name: str) -> str:
         """`model.layers.0.q_proj.` for the name of a layer in the model."""
@@ -122,6 +128,10 @@ class _Names:
             )
         # transformers' patterns may match a name with `weight` at its end; they do not know `weight_packed`.
         return self.saved(name).removesuffix("weight")
+
+    def of_stack(self, module: nn.Module, projection: str, tensor: str) -> str:
+        """The name of a stack: a tensor of every expert in a module of experts."""
+        return stack_name(self.saved(f"{self.experts[id(module)]}.0.{projection}.{tensor}"))
 
 
 # One module ----------------------------------------------------------------------------------------------------------
@@ -147,6 +157,14 @@ def _low_bit_expert_tensors(
     module: Any, parameter_name: str, names: _Names, low_bit: LowBitWeight
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of quantized experts: views of the one low-bit weight of a parameter."""
+    if names.stacked:
+        projections = PROJECTIONS[parameter_name]
+        number, *_ = shape_of(getattr(module, parameter_name))
+        for projection, stacks in zip(projections, low_bit.stacks(number, len(projections)), strict=True):
+            for local, stack in stacks.items():
+                yield names.of_stack(module, projection, local), stack
+        return
+
     layers = layer_names(names.experts[id(module)], module, parameter_name)
     rows, _ = low_bit.shape
 
@@ -160,6 +178,13 @@ def _plain_expert_tensors(module: nn.Module, names: _Names, gather: Gather) -> I
     """The tensors of experts that stay in high precision, one matrix for each expert and projection."""
     for parameter_name, parameter in zip(PROJECTIONS, _projections(module), strict=True):
         with gather([parameter]):
+            if names.stacked:
+                projections = PROJECTIONS[parameter_name]
+                stacks = whole(parameter.detach()).chunk(len(projections), dim=1)
+                for projection, stack in zip(projections, stacks, strict=True):
+                    yield names.of_stack(module, projection, "weight"), _bfloat16_copy(stack)
+                continue
+
             layers = layer_names(names.experts[id(module)], module, parameter_name)
             matrices = whole(parameter.detach()).flatten(0, 1).chunk(len(layers))
             for layer, matrix in zip(layers, matrices, strict=True):

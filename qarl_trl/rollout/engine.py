@@ -222,7 +222,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
                 # not be sent that way, and a baseline is.
                 yield from renamed_stream(self.model, super()._iter_named_params())
             else:
-                yield from iter_low_bit_weights(self.model, self._dist.gather_params)
+                yield from iter_low_bit_weights(self.model, self._dist.gather_params, stacked=True)
 
         if self.frozen:
             from ..quant.layers.frozen import adapter_tensors  # imports peft

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -185,9 +185,20 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         The Trainer's method, with the weights as they are: an EMA callback may swap weights for an evaluation and
         restore them.
         """
+        with self._weights_as_they_are():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's method, with the weights as they are, as in [`evaluate`]."""
+        with self._weights_as_they_are():
+            return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _weights_as_they_are(self) -> Iterator[None]:
+        """Use no low-bit weights of before in the block, and none of the block after it."""
         self._weights_may_differ()
         try:
-            return super().evaluate(*args, **kwargs)
+            yield
         finally:
             self._weights_may_differ()
 

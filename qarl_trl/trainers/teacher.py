@@ -5,6 +5,8 @@
 - Without an adapter the master weights are trained, and a frozen base has only low-bit weights. Then the teacher is a
   second model. TRL loads it in the dtype of the checkpoint: 2 bytes a weight in bfloat16, beside 16 of a student that
   is trained with AdamW in float32.
+- Beside an FP8 key-value cache all layers of the student round keys and values: there, too, the teacher is a second
+  model.
 - FSDP2 and ZeRO-3 gather low-bit weights of a layer, or all of them for one model at a time: there, too, the teacher
   is a second model.
 """
@@ -20,7 +22,7 @@ from torch import nn
 
 from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.layers.layer import quantized_modules
-from ..quant.names import adapter_configs
+from ..quant.names import adapter_configs, base_model
 
 
 def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
@@ -44,6 +46,9 @@ def base_never_changes(args: Any, peft_config: Any) -> bool:
         peft_config: The adapter that the run adds to its model; `None` without one.
     """
     if peft_config is None or args.frozen:
+        return False
+    # The base would attend to the rounded keys and values of the student.
+    if args.aligned_cache is not None:
         return False
     # Of such modules, among them the output layer, the adapter trains copies.
     return not getattr(peft_config, "modules_to_save", None)
@@ -96,6 +101,19 @@ def own_start(model: str | nn.Module) -> str | nn.Module:
         model: The trainer's model, or its name.
     """
     return model if isinstance(model, str) else copy.deepcopy(model)
+
+
+def name_of_teacher(teacher: Any) -> str:
+    """
+    The name by which a resumed run is compared with its checkpoint: that of a loaded model is where it came from.
+
+    Args:
+        teacher: The teacher, or its name.
+    """
+    if isinstance(teacher, str):
+        return teacher
+    # One that a script built has no name.
+    return base_model(teacher).config._name_or_path or type(teacher).__name__
 
 
 def loading_of_own_start(args: Any) -> dict[str, Any]:

@@ -42,16 +42,17 @@ class Engine:
         folder: Empty, for files.
         learner: Its config and its scheme are the engine's.
         capability: The compute capability of the GPU.
+        expert_parallel: Whether each of several processes has some of the experts, or a part of each.
     """
 
-    def __init__(self, folder: str, learner: Any, capability: tuple[int, int]) -> None:
+    def __init__(self, folder: str, learner: Any, capability: tuple[int, int], expert_parallel: bool = True) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
 
         from qarl_trl.rollout.vllm import attention_scales, start
 
         self._capability = capability
-        self._settings = _settings(folder, learner)
+        self._settings = _settings(folder, learner, expert_parallel)
         start.keep_block_scales()
         attention_scales.keep_cache_scales()
         with set_current_vllm_config(self._settings):
@@ -66,11 +67,11 @@ class Engine:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        from qarl_trl.rollout.vllm import reloading
+        from qarl_trl.rollout.vllm import reload_stacks, reloading
 
         def reload() -> None:
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(iter(weights.items()))
+            self.model.load_weights(reload_stacks.load_stacks(self.model, weights.items()))
             finalize_layerwise_reload(self.model, self._settings.model_config)
 
         with set_current_vllm_config(self._settings), cuda(self._capability):
@@ -124,7 +125,7 @@ class Engine:
         return kernel.__name__ if isinstance(kernel, type) else type(kernel).__name__
 
 
-def _settings(folder: str, learner: Any) -> Any:
+def _settings(folder: str, learner: Any, expert_parallel: bool) -> Any:
     """vLLM's, for a model with the config of the learner; in several processes for a part of it."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -142,7 +143,7 @@ def _settings(folder: str, learner: Any) -> Any:
         skip_tokenizer_init=True,
         dtype="bfloat16",
         tensor_parallel_size=int(os.environ.get("WORLD_SIZE", 1)),
-        enable_expert_parallel=bool(getattr(learner.config, "num_experts", 0)),
+        enable_expert_parallel=expert_parallel and bool(getattr(learner.config, "num_experts", 0)),
     )
     return arguments.create_engine_config()
 

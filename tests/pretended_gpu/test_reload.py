@@ -123,7 +123,7 @@ def stream_of(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of what a sync sends."""
     from qarl_trl.quant import iter_low_bit_weights
 
-    return {name: tensor.clone() for name, tensor in iter_low_bit_weights(learner)}
+    return {name: tensor.clone() for name, tensor in iter_low_bit_weights(learner, stacked=True)}
 
 
 def _repacked_again(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_pro
 # Attributes by transformers' `use_experts_implementation` of the layout that `QuantExperts.forward` computes. In other
 # layouts the rows of gate and up alternate, rows and columns are exchanged, or there are biases.
 EXPERTS_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+# Stands for the number of an expert in the names of stacks.
+EVERY_EXPERT = "*"
 # The names under which model families keep the number of experts in a layer.
 _NUMBER_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -145,3 +147,43 @@ def layer_names(name: str, module: nn.Module, parameter: str) -> list[str]:
     """Checkpoint names of the layers in a parameter, in the order of its rows: `name.0.gate_proj`, ..."""
     number = shape_of(getattr(module, parameter))[0]
     return [f"{name}.{expert}.{projection}" for expert in range(number) for projection in PROJECTIONS[parameter]]
+
+
+# Stacks --------------------------------------------------------------------------------------------------------------
+
+
+def stack_name(name: str) -> str:
+    """
+    The name of a stack: a tensor of every expert, `(experts, ...)`.
+
+    Args:
+        name: What a checkpoint calls that tensor of the first expert, `experts.0.gate_proj.weight_packed`.
+
+    Returns:
+        `experts.*.gate_proj.weight_packed`.
+    """
+    experts, _, projection, tensor = name.rsplit(".", 3)
+    return f"{experts}.{EVERY_EXPERT}.{projection}.{tensor}"
+
+
+def parts_of_stack(name: str) -> tuple[str, str, str] | None:
+    """
+    The parts of the name of a stack, `None` for that of another tensor.
+
+    Args:
+        name: The name of a tensor in a stream.
+
+    Returns:
+        The module of experts, the projection, and the local name of the tensor.
+    """
+    experts, separator, rest = name.partition(f".{EVERY_EXPERT}.")
+    if not separator:
+        return None
+    projection, _, tensor = rest.partition(".")
+    return experts, projection, tensor
+
+
+def unstacked(name: str, stack: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a stack one by one, by their names in a checkpoint; views."""
+    for expert, tensor in enumerate(stack.unbind()):
+        yield name.replace(EVERY_EXPERT, str(expert)), tensor

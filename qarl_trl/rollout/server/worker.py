@@ -18,6 +18,7 @@ from ...cpu_exact.arithmetic import choose_arithmetic
 from ..vllm import adapters, reloading
 from ..vllm.attention_scales import keep_cache_scales
 from ..vllm.platform import is_cpu_engine
+from ..vllm.reload_stacks import load_stacks
 from .facts import engine_facts
 from .files import folder_of, read_parts
 
@@ -84,7 +85,8 @@ class WorkerExtension:
         if files:
             weights = adapters.inside_wrappers(model, tensors) if has_adapter else tensors
             has_graphs = not self.vllm_config.model_config.enforce_eager
-            reloading.reload_model(model, partial(self.reload_weights, weights_iterator=weights), has_graphs)
+            reload = partial(self.reload_weights, weights_iterator=load_stacks(model, weights))
+            reloading.reload_model(model, reload, has_graphs)
         if has_adapter:
             adapters.load_adapter(model, self.add_lora, folder_of(sync_folder, version))
         model.qarl_version = version

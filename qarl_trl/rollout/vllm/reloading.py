@@ -14,6 +14,8 @@ It does so for the parameters of most layers. What it leaves out:
 - what a kernel holds outside of a layer's parameters: `reload_experts` on GPUs, `reload_cpu` on CPUs;
 - scales of attention layers, which no checkpoint of ours has: `attention_scales`;
 - an error for tensors that the stream lacks: `loaded_elements`.
+
+And it takes Python's time for each expert: `reload_stacks`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from .loaded_elements import LoadedElements, tied_names
 from .reload_biases import biases_of_checkpoint
 from .reload_cpu import refresh_cpu_kernels
 from .reload_experts import keep_expert_kernels
+from .reload_stacks import load_stacks
 
 
 def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -49,7 +52,8 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     # Of this process: each rank of an engine in several processes reloads its own model.
     worker = llm.llm_engine.model_executor.driver_worker
     has_graphs = not llm.llm_engine.vllm_config.model_config.enforce_eager
-    reload_model(engine_model(llm), partial(worker.reload_weights, weights_iterator=iter(weights)), has_graphs)
+    model = engine_model(llm)
+    reload_model(model, partial(worker.reload_weights, weights_iterator=load_stacks(model, weights)), has_graphs)
 
 
 def reload_model(model: torch.nn.Module, reload: Callable[[], None], has_graphs: bool = True) -> None:

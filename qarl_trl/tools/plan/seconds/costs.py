@@ -53,7 +53,9 @@ class Costs:
     sync_rounded: float = 1.7e-3  # a matrix with rounded inputs; fitted: 0.40 s of the same (H200)
     sync_adapter: float = 0.60e-3  # a factor beside a frozen base; fitted: 0.30 s of 504 (H200)
     sync_expert: float = 0.17e-3  # a matrix of an expert, bfloat16; measured on a Xeon
-    sync_low_bit_expert: float = 0.44e-3  # the same in low bits: 3 tensors of 0.145 ms; measured on a Xeon
+    sync_stack: float = (
+        1.0e-3  # the matrices of all experts of a layer in low bits, one projection; measured on a Xeon
+    )
     sync_copies: float = 6.0  # how often a synced byte is read or written on the way; counted
 
     # Learner: launching ---------------------------------------------------------------------------------------------

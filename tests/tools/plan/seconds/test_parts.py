@@ -261,9 +261,11 @@ def test_a_frozen_base_is_synced_only_to_an_engine_that_lost_it():
     assert sync_seconds(replace(frozen, sleep=True), ROUND, costs) == 2 * 36 * 7 + 36 * 7 * 100
 
 
-def test_a_sync_of_experts_counts_each_matrix():
-    costs = replace(FREE, sync_low_bit_expert=1.0)
-    assert sync_seconds(run_of("Qwen/Qwen3-30B-A3B", "W4A16"), ROUND, costs) == 48 * 128 * 3
+def test_a_sync_of_experts_counts_matrices_or_stacks_of_them():
+    costs = replace(FREE, sync_expert=1.0, sync_stack=100.0)
+
+    assert sync_seconds(run_of("Qwen/Qwen3-30B-A3B"), ROUND, costs) == 48 * 128 * 3
+    assert sync_seconds(run_of("Qwen/Qwen3-30B-A3B", "W4A16"), ROUND, costs) == 48 * 3 * 100
 
 
 # Measured on an H200 ------------------------------------------------------------------------------------------------

@@ -1,0 +1,159 @@
+"""
+A weight sync of experts: Python's time for experts one by one, as a checkpoint has them, and for stacks.
+
+Claim: with stacks a sync of a mixture takes at most a tenth of the processor time, where bytes take none.
+
+vLLM's own code for a Hopper GPU loads into a pretended one (`tests/pretended_gpu`). Layers have the number of experts
+of Qwen3-30B-A3B, once with matrices so small that only Python takes time, and once with those of that model, whose
+bytes a CPU copies more slowly than a GPU by far. Processor seconds, because they depend less on other processes.
+
+- stream: the learner's, of quantized values that exist already;
+- load: vLLM's reload without the next;
+- kernels: `process_weights_after_loading`, the form that kernels read. Its repacking is a permutation here.
+
+Afterwards both arms must have left the same bytes in the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import common
+import torch
+
+
+sys.path.insert(0, str(common.ROOT / "tests"))
+from slow.isolated import isolated
+
+
+SCHEMES = ("W4A16", "FP8_DYNAMIC")
+ONE_BY_ONE, STACKS = "one by one", "stacks"
+PARTS = ("stream", "load", "kernels")
+GOAL = 0.1
+LAYERS_OF_30B = 48
+
+
+def measure(scheme: str, sizes: dict[str, int], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Seconds of the parts of a sync, of each arm in each round."""
+    from pretended_gpu.engine import Engine, make_learner
+    from pretended_gpu.test_reload import HOPPER, same
+
+    torch.set_num_threads(1)
+    learner = make_learner("qwen3_moe", scheme, {**sizes, "dtype": torch.bfloat16})
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(folder, learner, HOPPER)
+
+    seconds: dict[str, list[dict[str, float]]] = {ONE_BY_ONE: [], STACKS: []}
+    for arm in (ONE_BY_ONE, STACKS):  # makes the quantized values
+        sync(learner, engine, arm)
+    for number in range(rounds):
+        arms = [ONE_BY_ONE, STACKS] if number % 2 else [STACKS, ONE_BY_ONE]
+        for arm in arms:
+            seconds[arm].append(sync(learner, engine, arm))
+
+    # After a sleep, so that nothing of the last sync is left.
+    sync(learner, engine, ONE_BY_ONE)
+    expected = engine.copies()
+    engine.sleep()
+    sync(learner, engine, STACKS)
+    differing = [name for name, tensor in engine.tensors().items() if not same(tensor, expected[name])]
+    if differing:
+        raise RuntimeError(f"{len(differing)} tensors differ, first {differing[0]}")
+    return seconds
+
+
+def sync(learner: Any, engine: Any, arm: str) -> dict[str, float]:
+    """One sync."""
+    from qarl_trl.quant import low_bit_store
+    from qarl_trl.quant.stream import checkpoint_stream
+    from qarl_trl.rollout.vllm import reloading
+
+    began = time.process_time()
+    stream = dict(checkpoint_stream(learner, low_bit_store(learner).weight_of, nullcontext, stacked=arm == STACKS))
+    streamed = time.process_time()
+
+    (method,) = {type(layer.mlp.experts.routed_experts.quant_method) for layer in engine.model.model.layers}
+    with (
+        seconds_in(reloading, "reload_model") as reloads,  # without what it takes to pretend a GPU
+        seconds_in(method, "process_weights_after_loading") as kernels,
+    ):
+        engine.sync(stream)
+    return {"stream": streamed - began, "load": sum(reloads) - sum(kernels), "kernels": sum(kernels)}
+
+
+@contextmanager
+def seconds_in(owner: Any, name: str) -> Iterator[list[float]]:
+    """A list that gets the processor seconds of each call of a function."""
+    seconds: list[float] = []
+    function = getattr(owner, name)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.process_time()
+        result = function(*args, **kwargs)
+        seconds.append(time.process_time() - began)
+        return result
+
+    with patch.object(owner, name, timed):
+        yield seconds
+
+
+def row_of(scheme: str, size: str, layers: int, seconds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """Medians by layer, in milliseconds, and the ratio of stream and load."""
+    row: dict[str, Any] = {"scheme": scheme, "matrices": size}
+    for arm, rounds in seconds.items():
+        for part in PARTS:
+            row[f"{arm}, {part}"] = 1000 * statistics.median(one[part] for one in rounds) / layers
+
+    python = {arm: [one["stream"] + one["load"] for one in rounds] for arm, rounds in seconds.items()}
+    return row | common.ratio(python, STACKS, ONE_BY_ONE)
+
+
+def main() -> None:
+    args = common.arguments(
+        __doc__,
+        rounds=(5, 2, "rounds"),
+        layers=(2, 1, "layers"),
+        experts=(128, 8, "experts of a layer"),
+        hidden=(2048, 256, "hidden size"),
+        inner=(768, 128, "intermediate size of an expert"),
+    )
+    start_load = os.getloadavg()[0]
+    common_sizes = {
+        "num_hidden_layers": args.layers,
+        "num_experts": args.experts,
+        "num_experts_per_tok": min(8, args.experts),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+    }
+    sizes = {
+        "small": {"hidden_size": 256, "moe_intermediate_size": 128},
+        f"{args.hidden} x {args.inner}": {"hidden_size": args.hidden, "moe_intermediate_size": args.inner},
+    }
+
+    rows, headlines = [], []
+    for scheme in SCHEMES:
+        for size, matrices in sizes.items():
+            seconds = isolated(measure, scheme, common_sizes | matrices, args.rounds)
+            row = row_of(scheme, size, args.layers, seconds)
+            rows.append(row)
+
+            before, after = (LAYERS_OF_30B * row[name] / args.layers for name in ("base_seconds", "seconds"))
+            goal = f" {common.verdict(row['ratio'], GOAL)}" if size == "small" else ""
+            headlines.append(
+                f"{scheme}, {size} matrices: stream and load {row['ratio']:.3f} of one by one{goal}; "
+                f"{before:.2f} s become {after:.2f} s for {LAYERS_OF_30B} layers"
+            )
+    common.report("bench_sync_experts", args, headlines, rows, start_load)
+
+
+if __name__ == "__main__":
+    main()
