@@ -16,7 +16,7 @@ export VLLM_LOGGING_LEVEL ?= ERROR
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install engine quickstart real-model test test-fast test-slow test-latest coverage quality format hooks lock lock-latest check-gpu dist docs docs-publish benchmarks clean
+.PHONY: install engine quickstart real-model owner test test-fast test-slow test-latest coverage quality format hooks lock lock-latest check-gpu dist docs docs-publish benchmarks clean
 .NOTPARALLEL:
 
 install: $(STAMP)
@@ -47,6 +47,12 @@ quickstart: engine install
 # HF_HUB_OFFLINE=0; without it DATA names a folder with SVAMP's train.jsonl and test.jsonl.
 real-model: engine install
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/smollm2/run.sh $(ARGS)
+
+# Once, before the first release: the owner of the repository, in its links and in the notebook.
+owner:
+	test -n "$(NAME)"
+	sed -i 's/<owner>/$(NAME)/g' pyproject.toml
+	sed -i 's#REPOSITORY = \\"\\"#REPOSITORY = \\"https://github.com/$(NAME)/qarl_trl\\"#' examples/quickstart.ipynb
 
 test: test-fast test-slow
 

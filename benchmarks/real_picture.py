@@ -1,10 +1,11 @@
 """
-Pictures from the committed cells of real_arms.py: `python benchmarks/real_picture.py` writes docs/first.png,
-README's, and docs/pairs.png, that of docs/results.md.
+Pictures from committed figures: `python benchmarks/real_picture.py` writes docs/first.png, README's, and
+docs/pairs.png, that of docs/results.md.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import subprocess
@@ -13,13 +14,21 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from real_table import CHOICES, cells_of, error_of_problems, mean_and_error, pairs_of_choice
 
 from qarl_trl.tools.report.plots import COLOURS
 
 
-# The arms of README's picture, and their names there.
-LINES = {"bf16 GRPO": "bf16 rollouts", "rollout-only GRPO": "rollout-only", "QaRL GRPO": "QaRL"}
+ROOT = Path(__file__).resolve().parents[1]
+# The arms of README's picture: its names, those of real_arms.py, and those of bench_gpu_step.py in one shape.
+ARMS = {
+    "bf16 rollouts": ("bf16 GRPO", "bf16"),
+    "rollout-only": ("rollout-only GRPO", "rollout-only W4A16"),
+    "QaRL": ("QaRL GRPO", "QaRL W4A16"),
+}
+STEPS = ROOT / "benchmarks" / "results" / "h200" / "bench_gpu_step.jsonl"
+SHAPE = "qwen2.5-1.5b"
 RECIPE = "recipes/one_gpu/qwen2.5-7b_frozen.yaml"
 # Its arms as `qarl-trl plan` prints them, from the estimated GiB of a 4090.
 MEMORY = {
@@ -30,18 +39,21 @@ MEMORY = {
 CARD = 23.5  # GiB of a 4090 that a process can use
 
 
-def first_picture(regime: str = "g64") -> Figure:
-    """README's: mismatch by rollout batch, the mean of the seeds; estimated memory of a 7B model on one GPU."""
+def first_picture() -> Figure:
+    """README's: mismatch measured on a CPU and on a GPU, and estimated memory of a 7B model on one GPU."""
     figure = Figure(figsize=(10, 3.0), layout="constrained")
     left, right = figure.subplots(1, 2)
 
-    for colour, (arm, label) in zip(COLOURS, LINES.items(), strict=False):
-        mismatches = [cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of(regime, arm)]
-        means = [statistics.fmean(values) for values in zip(*mismatches, strict=True)]
-        left.semilogy(range(1, len(means) + 1), means, color=colour, label=label)
-    left.set(title="Engine-learner gap, nats per token (measured)", xlabel="rollout batch", ylim=(3e-7, 3))
-    left.set_xticks(range(5, 21, 5))
-    left.legend(frameon=False, ncols=3, loc="upper center")
+    height = 0.38
+    for number, (gaps, shade) in enumerate(((gaps_of_smollm2(), 1.0), (gaps_of_h200(), 0.5))):
+        places = [index + number * height for index in range(len(ARMS))]
+        bars = left.barh(places, gaps, height=height, color=COLOURS[: len(ARMS)], alpha=shade)
+        left.bar_label(bars, labels=[f"{gap:.2g}" for gap in gaps], padding=4)
+    shades = [Patch(color="0.3", alpha=shade) for shade in (1.0, 0.5)]
+    left.legend(shades, ["SmolLM2-135M, CPU", "1.5B, random weights, H200"], frameon=False, loc="lower right")
+    left.set(title="Mismatch, nats per token (measured)", xlim=(0, 0.65))
+    left.set_yticks([index + height / 2 for index in range(len(ARMS))], list(ARMS))
+    left.invert_yaxis()
 
     memory = estimated_memory()
     bars = right.barh(list(memory), list(memory.values()), color=COLOURS[: len(memory)])
@@ -53,11 +65,29 @@ def first_picture(regime: str = "g64") -> Figure:
     return figure
 
 
+def gaps_of_smollm2() -> list[float]:
+    """Mean mismatch of the arms over their runs in groups of 64, in nats per token."""
+    gaps = []
+    for arm, _ in ARMS.values():
+        runs = [cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of("g64", arm)]
+        gaps.append(statistics.fmean(statistics.fmean(run) for run in runs))
+    return gaps
+
+
+def gaps_of_h200() -> list[float]:
+    """Mean mismatch of the arms in one shape, in nats per token."""
+    gaps = {}
+    for line in STEPS.read_text().splitlines():
+        run = json.loads(line)
+        if run["shape"] == SHAPE:
+            gaps[run["arm"]] = statistics.fmean(run["mismatch"])
+    return [gaps[arm] for _, arm in ARMS.values()]
+
+
 def estimated_memory() -> dict[str, float]:
     """GiB of the arms of `RECIPE`, as `qarl-trl plan` estimates them."""
-    root = Path(__file__).resolve().parents[1]
     command = [sys.executable, "-m", "qarl_trl.cli", "plan", "--config", RECIPE, "--gpu", "4090"]
-    said = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
     memory = {}
     for arm, line in MEMORY.items():
@@ -111,6 +141,6 @@ def pairs_picture() -> Figure:
 
 
 if __name__ == "__main__":
-    docs = Path(__file__).resolve().parents[1] / "docs"
+    docs = ROOT / "docs"
     first_picture().savefig(docs / "first.png", dpi=100)
     pairs_picture().savefig(docs / "pairs.png", dpi=100)

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ._compat.noise import silence_triton_without_gpu
+
 
 if TYPE_CHECKING:
     from .config import QaRLConfig
@@ -43,6 +45,9 @@ _HOMES = {
     "QaRLConfig": ".config",
     "QaRLTrainer": ".trainer",
 }
+
+# Before vLLM loads: TRL imports it.
+silence_triton_without_gpu()
 
 
 def __getattr__(name: str) -> Any:

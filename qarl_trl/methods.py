@@ -197,3 +197,6 @@ DISTILL = Method(
     trl_config="DistillationConfig",
     load=_load_prompts,
 )
+
+# By command. A recipe that fits several is the first one's ([`~qarl_trl.train.choose_method`]).
+METHODS = {method.command: method for method in (QARL, RLOO, DISTILL, SFT)}

@@ -30,6 +30,10 @@ class Help(str):
         described.group = group
         return described
 
+    def __getnewargs__(self) -> tuple[str, str]:
+        # For copies and pickles: cloudpickle (Ray, submitit) sends a script's own config class with its fields.
+        return str(self), self.group
+
 
 def option(group: str, *, help: str, **default: Any) -> Any:
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .allocator import let_segments_grow
 from .data import local_path
 from .errors import naming_config
-from .methods import DISTILL, QARL, RLOO, SFT, DataArguments, Method
+from .methods import DISTILL, METHODS, QARL, RLOO, SFT, DataArguments, Method
 from .options import DATA, GROUPS
 from .redact import redact
 from .rewards import load_rewards
@@ -70,6 +70,58 @@ def parse(
     if not engine_only:
         _find_data_and_checkpoint(script_args, training_args)
     return script_args, training_args, model_args
+
+
+def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Method, str]:
+    """
+    Choose what a recipe trains, by its keys: what knows most of them, so that a wrong key is reported as one.
+
+    Args:
+        argv: The command line, with the recipe.
+        command: The command that the user named; `None`: none.
+
+    Returns:
+        The method, and a line for the user if the recipe may be another's too; empty if it may not.
+
+    Raises:
+        FileNotFoundError: if the recipe is missing.
+        ValueError: if it cannot be read.
+    """
+    if command is not None:
+        return METHODS[command], ""
+
+    keys = _keys_of(argv)
+    unknown = {}
+    for method in METHODS.values():
+        known = {field.name for group in _groups(method) for field in fields(group)}
+        unknown[method] = len(keys - known)
+
+    fewest = min(unknown.values())
+    # In the order of `METHODS`, in which `qarl-trl train` is the first.
+    chosen, *others = [method for method, number in unknown.items() if number == fewest]
+    if not others:
+        return chosen, ""
+    names = " or ".join(method.command for method in others)
+    return chosen, f"Read as a recipe of qarl-trl {chosen.command}. Its keys also fit {names}: --trainer says which."
+
+
+def _keys_of(argv: Sequence[str]) -> set[str]:
+    """The keys of a recipe, and of the options that override it."""
+    from pathlib import Path
+
+    from .recipe import read_recipe
+
+    keys: set[str] = set()
+    for place, word in enumerate(argv):
+        if not word.startswith("--"):
+            continue
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if name == "config":
+            recipe = value if has_value else argv[place + 1]
+            keys |= read_recipe(Path(recipe)).keys()
+        else:
+            keys.add(name.replace("-", "_"))
+    return keys
 
 
 def _prepare_devices(values: dict[str, Any], only_checks: bool, engine_only: bool) -> None:

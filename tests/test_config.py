@@ -1,10 +1,13 @@
 """`QaRLConfig`: defaults of the paper, and which settings of the method are refused."""
 
+import copy
+import pickle
+
 import pytest
 from configs import config
 from trl import GRPOConfig
 
-from qarl_trl.config import POSITIVE, STOCK_LOSSES, logger
+from qarl_trl.config import POSITIVE, STOCK_LOSSES, QaRLConfig, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.trainers.settings import UNFIT
@@ -48,6 +51,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"tbpo_epsilon_high": 0.0}, "tbpo_epsilon_high"),
         ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, "tbpo_delta_low"),  # measured in every run
         ({"tbpo_mismatch_cap": 1.0}, "tbpo_mismatch_cap"),
+        ({"torch_compile": True}, "torch_compile must be False with loss_type='tbpo'"),
         ({"epsilon": 0.1}, "epsilon"),
         ({"delta": 2.0}, "delta"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode"),
@@ -92,6 +96,7 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         {"top_p": 0.9},  # sampled by the learner itself
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
         {"tbpo_delta_high": 1e-4},  # below epsilon_high
+        {"torch_compile": True, "loss_type": "grpo"},  # whose bounds are 0.2 wide
         # Bounds of the loss that is used.
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_high": 1e-4},
         VLLM | {"mismatch_abort_threshold": 0.1},
@@ -131,3 +136,12 @@ def test_muon_refuses_deepspeed(tmp_path, monkeypatch):
     config(tmp_path, optim_muon=False, **settings)
     with pytest.raises(ValueError, match="optim_muon must be False with DeepSpeed"):
         config(tmp_path, optim_muon=True, **settings)
+
+
+def test_a_config_with_fields_of_its_own_can_be_pickled_by_value():
+    """As cloudpickle sends a class that a script defines."""
+    text = QaRLConfig.__dataclass_fields__["quant_scheme"].metadata["help"]
+
+    for copied in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
+        assert copied == text
+        assert copied.group == text.group

@@ -182,7 +182,7 @@ def test_the_readmes_commands_run(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs" / "mine", log())
 
     of_the_readme = [command for command in commands() if command.page == "README.md"]
-    assert {command.name for command in of_the_readme} == {"plan", "doctor", "train", "report"}
+    assert {command.name for command in of_the_readme} == {"plan", "train", "report"}
     for command in of_the_readme:
         arguments = command.words[1:]
         if command.name == "train":
@@ -191,10 +191,46 @@ def test_the_readmes_commands_run(tmp_path, monkeypatch, capsys):
 
     said = capsys.readouterr().out
     assert "It fits: 21.8 GiB of 23.5" in said  # the README names both
-    assert "0 failed" in said
-    assert "told apart in 32 of 32 rows" in said
-    assert "QaRLConfig.hub_model_id: 'me/my-model'" in said
+    assert "QaRLConfig.lora_base: 'frozen'" in said
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+
+
+# The rows of README's table: the options of `plan`, and the arm of its 4-bit column.
+ESTIMATES = {
+    "Qwen2.5-7B, LoRA, frozen base": "--config recipes/one_gpu/qwen2.5-7b_frozen.yaml --gpu 4090",
+    "Qwen3-8B, LoRA": "--config recipes/one_gpu/qwen3-8b.yaml --gpu h100 --answer_tokens 4000",
+    "Qwen3-30B-A3B": (
+        "--config recipes/qwen3-30b-a3b-base/w4a16_qarl_tbpo.yaml --gpu h200 --gpus 8 --answer_tokens 4000"
+    ),
+}
+
+
+@pytest.mark.parametrize("model", ESTIMATES)
+def test_the_readmes_estimates_are_those_of_plan(model, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    (row,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {model} |")]
+    _, _, tokens, bf16, low_bit, speed, limits = [cell.strip() for cell in row.strip("|").split("|")]
+
+    cli.main(["plan", *ESTIMATES[model].split()])
+    said = capsys.readouterr().out
+
+    assert f"answers of {tokens.replace(',', '')} tokens" in said
+    (arm,) = [line for line in said.splitlines() if re.match(r"QaRL W4A16 +\d", line)]
+    assert low_bit in arm.split()
+    if speed == "-":
+        assert f"bf16: needs {bf16} of" in said
+    else:
+        assert f" {speed} ({limits}) " in arm
+        assert bf16 in re.search("^bf16 .*", said, re.MULTILINE)[0].split()
+
+
+def test_the_readme_names_what_plan_computes_for_the_measured_runs():
+    page = (ROOT / "dev" / "plan.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    estimated_and_measured = re.findall(r"^\| qwen.* QaRL W4A16.* ([\d.]+) / ([\d.]+) \|$", page, re.MULTILINE)
+
+    assert estimated_and_measured == [("0.68", "0.64"), ("0.80", "0.78")]
+    assert "0.64 times the speed at 1.5B, 0.78 at 8B with LoRA (`plan`: 0.68, 0.80;" in readme
 
 
 # Recipes and scripts ------------------------------------------------------------------------------------------------

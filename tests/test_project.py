@@ -1,7 +1,10 @@
 """Files that nothing else runs here: workflows, the Makefile, pins and dependencies agree with each other."""
 
 import ast
+import json
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -176,3 +179,22 @@ def test_both_builds_of_vllm_have_one_window():
     assert windows[0] == windows[1]
     assert "0.27.1" not in windows[0]
     assert "0.31.0" in windows[0]  # control
+
+
+def test_the_owner_of_the_repository_is_named_by_one_command(tmp_path):
+    """The placeholder stands in one file that users click links of; `make owner` leaves none."""
+    shown = ["git", "grep", "-l", "--fixed-strings", "<owner>", "--", ":!tests", ":!.github", ":!Makefile"]
+    with_placeholder = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    assert with_placeholder == ["pyproject.toml"]
+
+    (tmp_path / "examples").mkdir()
+    for name in ("Makefile", "pyproject.toml", "examples/quickstart.ipynb"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run(["make", "owner", "NAME=ada"], cwd=tmp_path, check=True, capture_output=True)
+
+    urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
+    assert urls["Repository"] == "https://github.com/ada/qarl_trl"
+    assert "<owner>" not in (tmp_path / "pyproject.toml").read_text()
+    notebook = json.loads((tmp_path / "examples" / "quickstart.ipynb").read_text())
+    code = "".join("".join(cell["source"]) for cell in notebook["cells"])
+    assert 'REPOSITORY = "https://github.com/ada/qarl_trl"' in code

@@ -315,16 +315,21 @@ def run_python(words, folder):
     )
 
 
-@pytest.mark.parametrize("module", ["train", "cli"])
-def test_python_m_takes_the_current_folder_last(tmp_path, module):
-    (tmp_path / "yaml.py").write_text("print('ran')\n")
+@pytest.mark.parametrize(
+    ("command", "module", "refusal"),
+    [
+        (["qarl_trl.train", "--config", "recipe.yaml"], "yaml", "recipe.yaml must be a mapping"),
+        (["qarl_trl.cli", "report", "no_run"], "json", "no_run"),
+    ],
+)
+def test_python_m_takes_the_current_folder_last(tmp_path, command, module, refusal):
+    (tmp_path / f"{module}.py").write_text("print('ran')\n")
     (tmp_path / "recipe.yaml").write_text("- 1\n")
-    command = {"train": ["-m", "qarl_trl.train"], "cli": ["-m", "qarl_trl.cli", "train"]}[module]
 
-    done = run_python([*command, "--config", "recipe.yaml"], folder=tmp_path)
+    done = run_python(["-m", *command], folder=tmp_path)
 
     assert done.returncode == 2
-    assert "recipe.yaml must be a mapping" in done.stderr
+    assert refusal in done.stderr
     assert not done.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, get_peft_model
 from safetensors.torch import load_file
@@ -93,3 +94,50 @@ def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(dense_mod
     trainer.save_model(tmp_path / "final")
     saved = load_file(tmp_path / "final" / "low_bit" / "model.safetensors")
     assert not any("ref" in name or "lora" in name for name in saved)
+
+
+@pytest.mark.parametrize("as_peft_model", [True, False])
+def test_an_adapter_resumes_only_on_the_base_that_a_script_loaded_for_it(dense_model, tmp_path, as_peft_model):
+    """A checkpoint has no base, and a script may have merged another adapter into it."""
+
+    def trainer_in(folder, changed_base):
+        model = AutoModelForCausalLM.from_pretrained(dense_model)
+        if changed_base:
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+        if as_peft_model:
+            model = get_peft_model(model, adapter())
+        config = None if as_peft_model else adapter()
+        return make(model, folder, config, max_steps=2, save_strategy="steps", save_steps=1)
+
+    trainer_in(tmp_path / "first", changed_base=True).train()
+    checkpoint = str(tmp_path / "first" / "checkpoint-1")
+
+    with pytest.raises(ValueError, match="loaded_base was '[0-9a-f]{16}'"):
+        trainer_in(tmp_path / "other", changed_base=False).train(resume_from_checkpoint=checkpoint)
+
+    # Control: the same base, and another start of the adapter, which is in the checkpoint.
+    assert trainer_in(tmp_path / "same", changed_base=True).train(resume_from_checkpoint=checkpoint).global_step == 2
+
+
+def test_a_peft_model_with_a_reference_resumes_with_the_adapter_of_the_checkpoint(dense_model, tmp_path):
+    """The reference is an adapter, too, and the Trainer would load that one alone."""
+
+    def trainer_in(folder):
+        torch.manual_seed(0)  # of A
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense_model), adapter())
+        randomize_adapter(model, scale=0.05)
+        return make(model, folder, beta=0.1, max_steps=3, save_strategy="steps", save_steps=1)
+
+    straight = trainer_in(tmp_path / "straight")
+    straight.train()
+    resumed = trainer_in(tmp_path / "resumed")
+    start = master_weights(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+
+    assert not changed(master_weights(straight), master_weights(resumed))
+    moved = changed(start, master_weights(resumed))
+    assert moved
+    assert all(".default." in name for name in moved)
+    trained = {name for name, parameter in resumed.model.named_parameters() if parameter.requires_grad}
+    assert trained == moved

@@ -13,6 +13,7 @@ does the same for vLLM, and `cpu_exact/kernels.py` for the kernels of its CPU en
 | `rollout_batch` | TRL | order of rows, log-probs and rewards of a rollout batch |
 | `training_loop` | transformers, accelerate | callbacks, and when gradients are synchronized |
 | `sharding` | accelerate, DeepSpeed | FSDP2 and ZeRO-3: dtypes, and what is gathered |
+| `noise` | vLLM | messages that mislead |
 | `resuming` | transformers, torch | loads training checkpoints |
 
 The windows of versions in `pyproject.toml` end where nothing was tested.

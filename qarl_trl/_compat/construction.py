@@ -37,6 +37,19 @@ def trl_module(trainer_class: type) -> str:
     raise TypeError(f"{trainer_class.__name__} must subclass a trainer of TRL.")
 
 
+def streams_its_weights(trainer_class: type) -> bool:
+    """
+    Whether a TRL trainer sends an engine its parameters as they are, by itself.
+
+    TRL's asynchronous trainers (1.16, experimental) do, in `_streaming_iter`. A subclass may replace it.
+
+    Args:
+        trainer_class: A subclass of a trainer of TRL.
+    """
+    stream = getattr(trainer_class, "_streaming_iter", None)
+    return stream is not None and stream.__module__.startswith("trl.")
+
+
 @contextmanager
 def construction(
     trainer_class: type, build_engine: Callable[..., Any], load: Callable[..., Any] | None
@@ -66,7 +79,7 @@ def construction(
         stack.enter_context(_shared_zeros())
         if hasattr(module, "prepare_fsdp"):
             stack.enter_context(_sharded_reference(module.__name__))
-        stack.enter_context(_sharded_teacher())
+        stack.enter_context(_prepared_teacher())
         if load is not None:
             stack.enter_context(patch(f"{module.__name__}.create_model_from_path", load))
         yield
@@ -121,21 +134,28 @@ def _sharded_reference(module: str) -> AbstractContextManager:
     return patch(f"{module}.prepare_fsdp", prepare)
 
 
-def _sharded_teacher() -> AbstractContextManager:
+def _prepared_teacher() -> AbstractContextManager:
     """
-    Under FSDP2 shard a distillation's teacher, and send all processes its weights.
+    Freeze a distillation's teacher, and under FSDP2 shard it and send all processes its weights.
 
     TRL (1.16) prepares it by accelerate's `Accelerator.prepare_model(teacher, evaluation_mode=True)`, which leaves a
     model as it is under FSDP2. It would stay on the CPU, and with RAM-efficient loading it would be zero in all
     processes but the first, without an error. TRL's reward models, which it places on a device, are left alone.
+
+    Weights that want a gradient cost more memory, and a teacher's get none. Autocast keeps the copies that it makes of
+    them until the loss is done (torch, `cached_cast`), and accelerate (1.15) shards them in float32, whatever their
+    dtype is.
     """
     original = Accelerator.prepare_model
 
     def prepare(
         accelerator: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        if accelerator.is_fsdp2 and evaluation_mode and device_placement is None:
-            return fsdp2_prepare_model(accelerator, model).eval()
+        is_left_alone = not evaluation_mode or device_placement is not None
+        if not is_left_alone:
+            model.requires_grad_(False)
+            if accelerator.is_fsdp2:
+                return fsdp2_prepare_model(accelerator, model).eval()
         return original(accelerator, model, device_placement, evaluation_mode)
 
     return patch.object(Accelerator, original.__name__, prepare)

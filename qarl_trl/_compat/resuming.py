@@ -8,6 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 
+# peft's name of an adapter that got no other.
+_DEFAULT_ADAPTER = "default"
+
+
 def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     """
     Copy the weights of a training checkpoint into a model that `save_pretrained` stores under other names, in place.
@@ -27,6 +31,26 @@ def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     if report["missing_keys"]:
         raise RuntimeError(f"The checkpoint {folder} lacks {sorted(report['missing_keys'])}: it cannot be resumed.")
     model.load_state_dict(stored.state_dict())
+
+
+def restore_default_adapter(model: Any, folder: str) -> None:
+    """
+    Load peft's first adapter from a training checkpoint into a model that has several.
+
+    peft saves an adapter named "default" in the folder itself, and others in sub-folders. The Trainer
+    (`Trainer._load_from_checkpoint`, transformers 5.17) loads those of sub-folders alone where there are any, and
+    would continue with the first adapter as the run began. TRL adds one named "ref" to a `PeftModel` with `beta`.
+
+    Args:
+        model: The `PeftModel`, after the Trainer's method.
+        folder: The training checkpoint.
+    """
+    if len(model.peft_config) == 1 or _DEFAULT_ADAPTER not in model.peft_config:
+        return
+
+    active = model.active_adapter
+    model.load_adapter(folder, _DEFAULT_ADAPTER, is_trainable=active == _DEFAULT_ADAPTER)
+    model.set_adapter(active)
 
 
 def _load_to_numbered_cpus() -> None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from .construction import ENGINE_HOME
+from .construction import ENGINE_HOME, trl_module
 
 
 # TRL's module as a name, because importing it imports vLLM.
@@ -97,11 +97,14 @@ def extracted_by(extract: Callable[..., Any]) -> AbstractContextManager:
     return patch(f"{ENGINE_HOME}.extract_logprobs", extract)
 
 
-def ungathered_rewards() -> AbstractContextManager:
+def ungathered_rewards(trainer_class: type) -> AbstractContextManager:
     """
-    Make `GRPOTrainer._calculate_rewards` return the rewards of this process only.
+    Make `_calculate_rewards` of TRL's GRPO and RLOO return the rewards of this process only.
 
     Its last step (TRL 1.16) is `gather`, where the others would wait forever for a process whose reward function
     raised. If the module no longer has that name, this raises `AttributeError`.
+
+    Args:
+        trainer_class: A subclass of one of the two.
     """
-    return patch(f"{_GRPO_TRAINER}.gather", lambda rewards: rewards)
+    return patch(f"{trl_module(trainer_class)}.gather", lambda rewards: rewards)

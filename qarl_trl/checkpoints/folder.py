@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..export.card_edits import CARD
 from ..export.files import apply_umask, flush
 
 
@@ -69,10 +70,10 @@ def _restore(aside: Path, target: Path) -> None:
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of all files in a folder, by their relative paths."""
+    """Bytes of all files in a folder but cards, which users edit and peft rewrites, by their relative paths."""
     sizes: dict[str, int] = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.name != CARD:
             sizes[str(path.relative_to(folder))] = path.stat().st_size
     return sizes
 
@@ -116,6 +117,8 @@ def damage(folder: Path) -> str | None:
         manifest = read_manifest(folder)
         int(manifest["number"])
         needed = dict(manifest["files"])
+        # Earlier versions listed cards.
+        needed = {name: size for name, size in needed.items() if Path(name).name != CARD}
         present = {name: (folder / name).stat().st_size for name in needed}
     except (FileNotFoundError, NotADirectoryError) as error:
         return f"{error.filename} is missing"

@@ -32,6 +32,8 @@ SETTINGS = "settings"
 WITHIN_BATCH = "within_rollout_batch"
 # The entry of the reward functions among the settings. It is in no config.
 REWARDS = "reward_funcs"
+# About so many numbers of each loaded weight are compared.
+_SAMPLES = 256
 # Rows of a data set that are read at once.
 _ROWS = 1000
 
@@ -226,7 +228,7 @@ def identity_of(
     if trainer_arguments.get("reward_funcs") is not None:
         settings[REWARDS] = _names_of_rewards(trainer_arguments["reward_funcs"])
 
-    return {
+    facts = {
         "model": name,
         "weights": _weights_fact(name, args),
         "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
@@ -236,6 +238,9 @@ def identity_of(
         "world_size": args.world_size,
         SETTINGS: settings,
     }
+    if adapters and not isinstance(model, str):
+        facts["loaded_base"] = _loaded_base_fact(model)
+    return facts
 
 
 def _weights_fact(name: str, args: Any) -> str:
@@ -253,6 +258,24 @@ def _weights_fact(name: str, args: Any) -> str:
     for pattern in _MODEL:
         files.extend(folder.glob(pattern))
     return digest(sorted(files))
+
+
+def _loaded_base_fact(model: nn.Module) -> str:
+    """
+    A digest of the weights below the adapters of a loaded model, which no checkpoint has.
+
+    Their file is not enough: a script may have merged an adapter of an earlier stage into them.
+    """
+    content = hashlib.sha256()
+    for name, parameter in base_model(model).named_parameters():
+        # Those of the adapters, and copies that are trained in place of a module, are in the checkpoint.
+        if "lora_" in name or "modules_to_save." in name:
+            continue
+        values = parameter.detach().flatten()
+        # A sample: any training changes it.
+        sample = values[:: max(1, len(values) // _SAMPLES)].float().cpu()
+        content.update(sample.numpy().tobytes())
+    return content.hexdigest()[:16]
 
 
 def _tokenizer_fact(processing_class: Any) -> str:

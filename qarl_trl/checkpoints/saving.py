@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from trl.trainer.utils import RepeatSampler
 
-from .._compat.resuming import restore_master_weights
+from .._compat.resuming import restore_default_adapter, restore_master_weights
 from ..export import save_low_bit
 from ..export.card import write_card
 from ..export.card_edits import CARD, edited_card
@@ -29,7 +29,7 @@ from ..quant.layers.experts import expert_modules
 from ..quant.names import base_model
 from ..quant.store import LowBitStore, iter_low_bit_weights
 from ..quant.weight_stream import WeightStream
-from .folder import INCOMING, commit, rotate
+from .folder import INCOMING, MANIFEST, commit, rotate
 from .lock import holding
 from .optimizer import apply_settings, settings_of_groups
 from .resume import WITHIN_BATCH, changed_settings, check_start, resume_path
@@ -82,8 +82,8 @@ class CheckpointMixin:
             resume_from_checkpoint: May also be `"true"` or `"auto"`, see [`resume_path`].
 
         Raises:
-            ValueError: if another run uses this `output_dir` or has its checkpoints there, or if the checkpoint cannot
-                be resumed.
+            ValueError: if another run uses this `output_dir` or has its checkpoints there, if the checkpoint cannot
+                be resumed, or if only the settings name one.
             NoUpdateError: if the run ended without an update.
             RuntimeError: under DeepSpeed for a second call or a call after `evaluate`.
         """
@@ -92,6 +92,8 @@ class CheckpointMixin:
             raise RuntimeError("With DeepSpeed a trainer trains once, before any evaluate(). Resume in a new trainer.")
 
         with ExitStack() as stack:
+            if resume_from_checkpoint is None and not self._owns_checkpoints:
+                self._check_wish_of_settings()
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
             if checkpoint is not None:
                 # Parts of it are read after an evaluation, in which a reward may change the current folder.
@@ -132,6 +134,15 @@ class CheckpointMixin:
         if self.low_bit_store is not None:
             self.low_bit_store.forget()
 
+    def _check_wish_of_settings(self) -> None:
+        """Refuse (`ValueError`) to begin anew where the settings name a checkpoint, which transformers ignores."""
+        checkpoint = resume_path(self.args.resume_from_checkpoint, self.args, self._identity)
+        if checkpoint is not None:
+            raise ValueError(
+                f"The settings resume from {checkpoint}, but train() got no resume_from_checkpoint, and would begin "
+                "anew: trainer.train(resume_from_checkpoint=args.resume_from_checkpoint), or False for a new run."
+            )
+
     # The model -------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -144,8 +155,16 @@ class CheckpointMixin:
 
         Args:
             output_dir: The folder, by default `args.output_dir`.
+
+        Raises:
+            ValueError: if the folder is a training checkpoint, to which other weights do not belong.
         """
         path = Path(output_dir or self.args.output_dir)
+        if self._incoming is None and (path / MANIFEST).exists():
+            raise ValueError(
+                f"{path} is a training checkpoint: its optimizer would not belong to the weights that are saved now. "
+                "Use another folder."
+            )
         outputs = self._outputs(in_checkpoint=self._incoming is not None)
         users_card = edited_card(path)
 
@@ -347,15 +366,19 @@ class CheckpointMixin:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """
         The Trainer's method, but for two kinds of models that `save_pretrained` stores under other names than the
-        model has: those with experts and those of several parts, such as a vision tower and a language model.
+        model has: those with experts and those of several parts, such as a vision tower and a language model. Of
+        several adapters, as a `PeftModel` has with a KL penalty, it loads all.
         """
         module = self._unwrapped
         # FSDP, DeepSpeed and peft write the files by the model's own names.
-        stored_by_own_names = is_peft_model(module) or self.is_fsdp_enabled or self.is_deepspeed_enabled
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        stored_by_own_names = is_peft_model(module) or is_sharded
         is_one_part = module.config.get_text_config() is module.config and not any(expert_modules(module))
 
         if stored_by_own_names or is_one_part:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            if is_peft_model(module) and not is_sharded:
+                restore_default_adapter(module, resume_from_checkpoint)
         else:
             restore_master_weights(module, resume_from_checkpoint)
 

@@ -31,7 +31,7 @@ from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
 from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
 from ..quant.store import iter_low_bit_weights
-from .files import apply_umask, flush, weight_files
+from .files import ADAPTER_CONFIG, apply_umask, flush, weight_files
 
 
 # Router classes, named as in compressed-tensors (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
@@ -196,10 +196,15 @@ def _same_bytes(stored: Tensor, tensor: Tensor) -> bool:
 
 def check_target(path: str | os.PathLike) -> None:
     """
-    Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model: the low-bit model would
-    overwrite it.
+    Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model, which the low-bit model would
+    overwrite, and one with an adapter: transformers would load that one in place of the model beside it.
     """
     path = Path(path)
+    if (path / ADAPTER_CONFIG).exists():
+        raise ValueError(
+            f"{path} holds a LoRA adapter ({ADAPTER_CONFIG}), which transformers would load in place of the low-bit "
+            "model, and which a push would share with it. Use another."
+        )
     precious = [name for name in TRAINING_FILES if (path / name).exists()]
 
     config = path / "config.json"
@@ -210,6 +215,21 @@ def check_target(path: str | os.PathLike) -> None:
         raise ValueError(
             f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which the low-bit model "
             "would overwrite. Use another."
+        )
+
+
+def check_adapter_target(path: str | os.PathLike) -> None:
+    """
+    Refuse (`ValueError`) a folder with a model or a training checkpoint: the adapter would lie beside it, as if that
+    model were its base, and a push of the adapter would share both.
+    """
+    path = Path(path)
+    models = [name for name in TRAINING_FILES if (path / name).exists()]
+    models += [file.name for file in weight_files(path) if not file.name.startswith("adapter_model")]
+    if models:
+        raise ValueError(
+            f"{path} holds a model or a training checkpoint ({models[0]}), which the adapter of this run would be "
+            "taken to belong to. Use another."
         )
 
 

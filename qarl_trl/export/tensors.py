@@ -7,7 +7,7 @@ memory of the rest as it was, and answers garbage.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,6 +19,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from ..quant.patterns import check_patterns, patterns_of
 from ..quant.quantize import compressor_of
 from .expected import Layouts, UnknownTensorsError, model_tensors
 from .files import tensor_shapes
@@ -89,7 +90,8 @@ def check_tensors(folder: str | os.PathLike[str]) -> TensorCheck:
         What was checked.
 
     Raises:
-        ValueError: if a tensor is missing or has another shape or dtype, or if a file is damaged.
+        ValueError: if a tensor is missing or has another shape or dtype, if a file is damaged, or if a pattern of the
+            `config.json` would match endlessly.
     """
     folder = Path(folder)
     config = AutoConfig.from_pretrained(folder)
@@ -102,6 +104,7 @@ def check_tensors(folder: str | os.PathLike[str]) -> TensorCheck:
         layouts = Layouts(raw)
     except UnknownTensorsError as error:
         return TensorCheck(Checked.NOTHING, str(error))
+    check_patterns(patterns_of(layouts.config), _modules_of(stored))
 
     result = TensorCheck(Checked.ALL)
     try:
@@ -119,6 +122,16 @@ def check_tensors(folder: str | os.PathLike[str]) -> TensorCheck:
     for layer in sorted(_low_bit_layers(stored) - checked_layers):
         _check_layer(folder, layer, layouts, stored)
     return result
+
+
+def _modules_of(tensors: Iterable[str]) -> set[str]:
+    """The names of the modules that hold tensors, and of those around them."""
+    modules = set()
+    for name in tensors:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            modules.add(".".join(parts[:end]))
+    return modules
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -43,10 +43,9 @@ def unfit(model: nn.Module) -> str | None:
     if config.get_text_config() is not config:
         return "it has other parts than a text model, which count positions in their own way"
 
-    layer_types = getattr(config, "layer_types", None) or ()
-    other_types = sorted(set(layer_types) - set(ATTENTION_LAYERS))
-    if other_types:
-        return f"it has layers of type {', '.join(map(repr, other_types))}, which run on into the next sequence"
+    run_on = layers_that_run_on(config)
+    if run_on is not None:
+        return run_on
 
     forward = inspect.signature(causal_lm.base_model.forward)
     if "position_ids" not in forward.parameters:
@@ -60,6 +59,23 @@ def unfit(model: nn.Module) -> str | None:
     if adapter is not None and adapter.is_prompt_learning:
         return "its adapter puts learned tokens before each row"
     return None
+
+
+def layers_that_run_on(config: PretrainedConfig) -> str | None:
+    """
+    Which layers of a model do not keep the sequences of a packed row apart, by its config.
+
+    Args:
+        config: The model's config.
+
+    Returns:
+        The reason, for the end of a sentence; `None` if all layers attend.
+    """
+    layer_types = getattr(config, "layer_types", None) or ()
+    other_types = sorted(set(layer_types) - set(ATTENTION_LAYERS))
+    if not other_types:
+        return None
+    return f"it has layers of type {', '.join(map(repr, other_types))}, which run on into the next sequence"
 
 
 def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], config: PretrainedConfig) -> str | None:

@@ -19,6 +19,7 @@ from torch import nn
 from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_known_layout, layer_names, layout_of
 from .layers.layer import quantized_modules
 from .names import base_model, checkpoint_modules
+from .patterns import check_patterns, patterns_of
 from .scheme import effective_group_size, has_global_scale, scheme_for, support_of
 from .sharding.shards import shape_of
 
@@ -58,8 +59,11 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
     Ignores containers, norms and activations that a wide pattern matches.
     """
     experts = dict(expert_modules(model))
+    modules = list(checkpoint_modules(model))
+    _check_patterns(plan, modules, experts)
+
     matched = []
-    for name, module in checkpoint_modules(model):
+    for name, module in modules:
         base = getattr(module, "base_layer", module)
         # Shapes by `shape_of`, because a parameter that ZeRO-3 holds is an empty vector.
         if not any(len(shape_of(param)) >= 2 for param in base.parameters(recurse=False)):
@@ -83,6 +87,19 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
             f"The model has matrices in {_classes_with_matrices(model)}; only Linear can be quantized."
         )
     return matched
+
+
+def _check_patterns(
+    plan: QuantizationConfig, modules: list[tuple[str, nn.Module]], experts: dict[str, nn.Module]
+) -> None:
+    """Refuse (`ValueError`) a pattern of the plan that would match endlessly."""
+    names = [name for name, _ in modules]
+    for name, module in experts.items():
+        if has_known_layout(module):
+            for parameter in PROJECTIONS:
+                names += layer_names(name, module, parameter)
+
+    check_patterns(patterns_of(plan), names)
 
 
 def _classes_with_matrices(model: nn.Module) -> str:

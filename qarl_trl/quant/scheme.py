@@ -232,14 +232,14 @@ def single_group(scheme: QuantizationScheme, targets: Sequence[str], ignore: Seq
         ValueError: for an invalid pattern.
     """
     for target in (*targets, *ignore):
-        _check_pattern(target)
+        check_pattern(target)
 
     # llm-compressor names the only group of a plan like this.
     group = scheme.model_copy(deep=True, update={"targets": list(targets)})
     return QuantizationConfig(config_groups={"group_0": group}, ignore=list(ignore))
 
 
-def _check_pattern(target: str) -> None:
+def check_pattern(target: str) -> None:
     """Refuse (`ValueError`) a pattern, after `re:`, that is no regular expression."""
     if not target.startswith("re:"):
         return

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from .patterns import check_patterns, patterns_of
 from .quantize import LowBitWeight, compressor_of, meta_tensors, quantize_weight
 from .scheme import scheme_for
 
@@ -130,6 +131,7 @@ class QuantizedSource:
 
         # Only linear layers are stored in low bits, and targets may name the class.
         linear = nn.Linear(1, 1, device="meta")
+        check_patterns(patterns_of(self.config), low_bit)
         schemes = {layer: scheme_for(layer, linear, self.config) for layer in sorted(low_bit)}
         if not all(schemes.values()):
             raise self.broken("it has layers in low bits, or without weights, that quantization_config does not have")

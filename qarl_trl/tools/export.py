@@ -107,8 +107,7 @@ def _export_parser() -> argparse.ArgumentParser:
         prog="qarl-trl export",
         description="Quantize a checkpoint, or a LoRA adapter merged into its base, by round-to-nearest, and write it "
         "for vLLM. If the run used the same scheme, the output has the tensors of training. An adapter that is merged "
-        "into a frozen base becomes another policy; the command prints their distance. `ValueError` if the model "
-        "cannot be quantized.",
+        "into a frozen base becomes another policy; the command prints their distance.",
         allow_abbrev=False,
     )
 

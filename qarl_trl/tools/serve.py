@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl serve",
         usage="qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]",
-        description=__doc__,
+        description="Start vLLM's own server as the engine of a recipe's trainer (`vllm_mode: server`).",
         allow_abbrev=False,
     )
     parser.add_argument("--config", required=True, help="the recipe of the run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from trl.trainer.utils import create_model_from_path
 
 from .configs import LowBitDistillationConfig
 from .low_bit import LowBitMixin
-from .teacher import BaseOfAdapter, check_own_start, loading_of_own_start, own_start, teaches_by_its_base
+from .teacher import BaseOfAdapter, loading_of_own_start, name_of_teacher, teacher_of_own_start
 
 
 if TYPE_CHECKING:
@@ -79,20 +80,22 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         if tools and args.distill_on == "answers":
             raise ValueError("tools need distill_on='rollouts': given answers call nothing.")
 
+        # The fields that are set below are of this run: a script may make another trainer from its config.
+        args = copy.copy(args)
         teacher_model = teacher_model or args.teacher_model_name_or_path
         learns_from_itself = teacher_model is None
-        shares_base = learns_from_itself and teaches_by_its_base(args, peft_config)
         if learns_from_itself:
-            check_own_start(model, args)
+            teacher_model = teacher_of_own_start(model, args, peft_config)
             if isinstance(model, str):
                 args.teacher_model_init_kwargs = loading_of_own_start(args)
-            if not shares_base:
-                teacher_model = own_start(model)
+        shares_base = teacher_model is None
 
         # For cards, and for a resumed run, which must have the same teacher.
         self.learns_from_itself = learns_from_itself
-        if isinstance(teacher_model, str) and not learns_from_itself:
-            args.teacher_model_name_or_path = teacher_model
+        if not learns_from_itself:
+            args.teacher_model_name_or_path = name_of_teacher(teacher_model)
+        # TRL has a loader for names, and student and teacher may be models already.
+        self._loads_student = isinstance(model, str)
         # Answers of the rows that are being prepared, for `distill_on="answers"`.
         self._answers: list[Any] = []
 
@@ -115,7 +118,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
     def _loader(self, args: Any) -> Any:
         """Loads the student as for every trainer, and the teacher by TRL's own loader."""
         load_student = super()._loader(args)
-        if load_student is None:
+        if load_student is None or not self._loads_student:
             return None
         # TRL loads the student first, and both by one function. Their names may be the same.
         loaders = [load_student]

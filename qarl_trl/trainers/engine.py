@@ -50,10 +50,12 @@ def build_sync_check(trainer: Any) -> SyncCheck | None:
         return None
 
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    longest = args.vllm_max_model_length or LENGTH + 1
+    text_config = trainer.model.config.get_text_config()
+    # The engine's context, which has room for the prompt and one token.
+    of_model = getattr(text_config, "max_position_embeddings", None)
+    longest = args.vllm_max_model_length or of_model or LENGTH + 1
     length = min(LENGTH, longest - 1)
-    vocabulary = trainer.model.config.get_text_config().vocab_size
-    tokens = sync_check_tokens(tokenizer, vocabulary, length)
+    tokens = sync_check_tokens(tokenizer, text_config.vocab_size, length)
     # The check's learner computes what the engine does also where training does not: so with the weights, and so with
     # an unaligned cache, if its rounding is known.
     unaligned = args.has_low_bit_cache and args.aligned_cache is None

@@ -34,8 +34,13 @@ class LossForward:
             RuntimeError: if the loss did not use it.
         """
         self._shared = result
-        yield
-        if self._shared is not None:
+        try:
+            yield
+            is_unused = self._shared is not None
+        finally:
+            # After an error, too (Ctrl-C in a notebook): the next forward is of other rows.
+            self._shared = None
+        if is_unused:
             raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")
 
     def take_shared(self) -> TrlResult | None:

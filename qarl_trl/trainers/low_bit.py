@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,8 @@ from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
 
 from .. import guards
-from .._compat.construction import construction, trl_module
+from .._compat.construction import construction, streams_its_weights, trl_module
+from .._compat.rollout_batch import ungathered_rewards
 from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
 from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
@@ -79,6 +80,11 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
         # Everything that can be refused is refused here, before anything loads.
         source = check_run(model, args, arguments)
+        if args.quantized and streams_its_weights(type(self)):
+            raise ValueError(
+                f"{type(self).__name__} would send its server the weights in high precision, and learn in low bits. "
+                "Use QaRLTrainer, or set quant_scheme='none' (docs/other_trainers.md)."
+            )
         self._source = source
         self._plan = args.quant_plan(None if source is None else source.plan())
         self._identity = guards.on_first(args, lambda: identity_of(model, args, self._plan, arguments))
@@ -144,6 +150,19 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         with outside_training(self._unwrapped):
             return super()._prepare_inputs(*args)
 
+    def _calculate_rewards(self, *args: Any) -> Tensor:
+        """
+        TRL's method of trainers with rewards; an error in one process stops all of them, and so does a rollout batch
+        without rewards.
+        """
+        calculate = partial(super()._calculate_rewards, *args)
+        with ungathered_rewards(type(self)):
+            rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
+
+        if self._mode == "train":
+            guards.check_scored(rewards, self.reward_func_names)
+        return rewards
+
     # Engine ----------------------------------------------------------------------------------------------------------
 
     def _build_engine(self, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
@@ -166,9 +185,20 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         The Trainer's method, with the weights as they are: an EMA callback may swap weights for an evaluation and
         restore them.
         """
+        with self._weights_as_they_are():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's method, with the weights as they are, as in [`evaluate`]."""
+        with self._weights_as_they_are():
+            return super().predict(*args, **kwargs)
+
+    @contextmanager
+    def _weights_as_they_are(self) -> Iterator[None]:
+        """Use no low-bit weights of before in the block, and none of the block after it."""
         self._weights_may_differ()
         try:
-            return super().evaluate(*args, **kwargs)
+            yield
         finally:
             self._weights_may_differ()
 

@@ -5,6 +5,8 @@
 - Without an adapter the master weights are trained, and a frozen base has only low-bit weights. Then the teacher is a
   second model. TRL loads it in the dtype of the checkpoint: 2 bytes a weight in bfloat16, beside 16 of a student that
   is trained with AdamW in float32.
+- Beside an FP8 key-value cache all layers of the student round keys and values: there, too, the teacher is a second
+  model.
 - FSDP2 and ZeRO-3 gather low-bit weights of a layer, or all of them for one model at a time: there, too, the teacher
   is a second model.
 """
@@ -20,7 +22,7 @@ from torch import nn
 
 from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.layers.layer import quantized_modules
-from ..quant.names import adapter_configs
+from ..quant.names import adapter_configs, base_model
 
 
 def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
@@ -31,13 +33,25 @@ def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
         args: The config of the run.
         peft_config: The adapter that the run adds to its model; `None` without one.
     """
+    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
+    return base_never_changes(args, peft_config) and not is_sharded
+
+
+def base_never_changes(args: Any, peft_config: Any) -> bool:
+    """
+    Whether a run keeps the weights of its start, below an adapter.
+
+    Args:
+        args: The config of the run.
+        peft_config: The adapter that the run adds to its model; `None` without one.
+    """
     if peft_config is None or args.frozen:
         return False
-    # Of such modules, among them the output layer, the adapter trains copies.
-    if getattr(peft_config, "modules_to_save", None):
+    # The base would attend to the rounded keys and values of the student.
+    if args.aligned_cache is not None:
         return False
-    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
-    return not is_sharded
+    # Of such modules, among them the output layer, the adapter trains copies.
+    return not getattr(peft_config, "modules_to_save", None)
 
 
 def check_own_start(model: str | nn.Module, args: Any) -> None:
@@ -60,6 +74,25 @@ def check_own_start(model: str | nn.Module, args: Any) -> None:
         raise ValueError("A PeftModel has no start of its own to learn from: merge it, or give teacher_model.")
 
 
+def teacher_of_own_start(model: str | nn.Module, args: Any, peft_config: Any) -> str | nn.Module | None:
+    """
+    The `teacher_model` of a run that learns from its own start.
+
+    Args:
+        model: The trainer's model, or its name.
+        args: The config of the run.
+        peft_config: The adapter that the run adds to its model; `None` without one.
+
+    Returns:
+        `None` if the base of the adapter teaches.
+
+    Raises:
+        ValueError: as [`check_own_start`].
+    """
+    check_own_start(model, args)
+    return None if teaches_by_its_base(args, peft_config) else own_start(model)
+
+
 def own_start(model: str | nn.Module) -> str | nn.Module:
     """
     The start of a run as a second model: its name, or a copy of a model that is loaded.
@@ -68,6 +101,19 @@ def own_start(model: str | nn.Module) -> str | nn.Module:
         model: The trainer's model, or its name.
     """
     return model if isinstance(model, str) else copy.deepcopy(model)
+
+
+def name_of_teacher(teacher: Any) -> str:
+    """
+    The name by which a resumed run is compared with its checkpoint: that of a loaded model is where it came from.
+
+    Args:
+        teacher: The teacher, or its name.
+    """
+    if isinstance(teacher, str):
+        return teacher
+    # One that a script built has no name.
+    return base_model(teacher).config._name_or_path or type(teacher).__name__
 
 
 def loading_of_own_start(args: Any) -> dict[str, Any]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 from accelerate.logging import get_logger
 from torch import nn
+from transformers import GenerationConfig
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils import is_bitsandbytes_available
 
-from ..export import LOW_BIT_FOLDER, check_target
+from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.names import adapter_configs
 from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter
 from .layers import check_plan
 from .placement import check_placement
-from .rollouts import check_processes
+from .rollouts import check_processes, uses_server
 from .types import RunSettings, TrainerArguments
 
 
@@ -23,6 +26,8 @@ logger = get_logger(__name__)
 
 # Optimizers of bitsandbytes begin with these.
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
+# Trackers that transformers has, and does not list among the installed ones.
+NOT_LISTED = ("azure_ml", "flyte")
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 
@@ -39,7 +44,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     Raises:
         TypeError: if `args` is no config with `LowBitConfig`.
         ImportError: if bitsandbytes is missing, or peft has an untested version.
-        ValueError: for settings that do not work together, with this device, or with these processes.
+        ValueError: for settings that do not work together, with this device, or with these processes, and for a model
+            that nothing would train.
     """
     if not isinstance(args, LowBitConfig):
         raise TypeError(
@@ -47,7 +53,12 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         )
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
+    # A server reports nothing, and its machine may lack the tracker.
+    if trainer_arguments:
+        _check_trackers(args)
     _check_numbers(args)
+    _check_trainable(model, trainer_arguments)
+    _check_sampling_arguments(args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
@@ -69,11 +80,33 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         check_plan(plan, args)
 
 
+def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments) -> None:
+    """Refuse (`ValueError`) a loaded model that no step would change: such a run would look like training."""
+    if isinstance(model, str) or trainer_arguments.get("peft_config"):
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"No parameter of the model ({type(model).__name__}) has requires_grad, so nothing would be trained. "
+            "PeftModel.from_pretrained needs is_trainable=True."
+        )
+
+
 def _check_optimizer(args: RunSettings) -> None:
     """Refuse (`ImportError`) an optimizer of bitsandbytes where that is not installed."""
     # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
     if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
+
+
+def _check_trackers(args: RunSettings) -> None:
+    """Refuse (`ValueError`, `ImportError`) a tracker that transformers does not know or that is not installed."""
+    # transformers would say so after the model has loaded.
+    installed = get_available_reporting_integrations()
+    for name in args.report_to:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"report_to must be one of {', '.join(INTEGRATION_TO_CALLBACK)}, or none, got {name!r}.")
+        if name not in (*installed, *NOT_LISTED):
+            raise ImportError(f"report_to={name!r} needs {name}, which is not installed: pip install {name}.")
 
 
 def _check_numbers(args: RunSettings) -> None:
@@ -83,6 +116,27 @@ def _check_numbers(args: RunSettings) -> None:
             raise ValueError(f"{name} must be in [0, 1), got {getattr(args, name)}.")
     if args.save_strategy == "steps" and not args.save_steps > 0:
         raise ValueError(f"save_steps must be above 0, got {args.save_steps}: no checkpoint would be written.")
+
+
+def _check_sampling_arguments(args: RunSettings) -> None:
+    """Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers takes them in silence."""
+    given = getattr(args, "generation_kwargs", None) or {}
+    # The fields of a request to a server are not those of `SamplingParams`.
+    if not given or uses_server(args):
+        return
+
+    if args.has_engine:
+        from vllm import SamplingParams  # late: it takes seconds
+
+        reader = "vLLM's SamplingParams"
+        known = set(inspect.signature(SamplingParams).parameters)
+    else:
+        reader = "transformers' GenerationConfig"
+        known = set(vars(GenerationConfig()))
+
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
 
 
 def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
@@ -100,6 +154,10 @@ def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> No
 
 def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
     """Warn of a KL penalty that is above 0 from the start, because only the policy is in low bits."""
+    # A distillation has a field of the same name, which chooses its divergence.
+    if hasattr(args, "teacher_model_name_or_path"):
+        return
+
     beta = getattr(args, "beta", 0.0)
     # With an adapter the reference is the policy without it, in low bits too.
     if beta and args.quantize_learner and not with_adapter:
@@ -111,9 +169,12 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
 
 
 def _check_targets(args: RunSettings, with_adapter: bool) -> None:
-    """Refuse (`ValueError`) folders where the low-bit model would overwrite another model at the end of the run."""
-    check_target(args.output_dir)
-    # With an adapter, `output_dir` gets the adapter, and a sub-folder gets the low-bit model.
-    if with_adapter:
-        folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
-        check_target(Path(args.output_dir, folder))
+    """Refuse (`ValueError`) folders where what the run saves would overwrite another model, or lie beside one."""
+    if not with_adapter:
+        check_target(args.output_dir)
+        return
+
+    # `output_dir` gets the adapter, and a sub-folder gets the low-bit model.
+    check_adapter_target(args.output_dir)
+    folder = BASE_FOLDER if args.frozen else LOW_BIT_FOLDER
+    check_target(Path(args.output_dir, folder))

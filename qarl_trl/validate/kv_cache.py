@@ -6,13 +6,10 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..cpu_exact.kernels import check_cache
+from ..learner.probe import ATTENTION_LAYERS
 from ..rollout.cpu_support import check_engine_cpu
 from .layers import attention_of
 from .types import RunSettings
-
-
-# Layers whose keys and values an engine stores token by token. Others have states of another kind.
-ATTENTION_LAYERS = ("full_attention", "sliding_attention")
 
 
 def check_kv_cache(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> None:
@@ -89,6 +86,7 @@ def _unfit(config: PretrainedConfig) -> str | None:
         return "it has an encoder"
 
     layer_types = set(getattr(config, "layer_types", None) or ())
+    # An engine stores their keys and values token by token. Others have states of another kind.
     others = sorted(layer_types - set(ATTENTION_LAYERS))
     if others:
         return f"it has layers of type {', '.join(map(repr, others))}"

@@ -12,6 +12,7 @@ from compressed_tensors.utils import match_targets
 from torch import nn
 from transformers import PretrainedConfig
 
+from ..learner.probe import layers_that_run_on
 from ..quant.convert import apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer
@@ -140,6 +141,34 @@ def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunS
         raise ValueError(
             f"The model caps its attention scores (attn_logit_softcapping={softcap}), and sdpa would not. Set "
             "attn_implementation: eager (in a script model_init_kwargs={'attn_implementation': 'eager'})."
+        )
+
+
+def check_packing(config: PretrainedConfig, args: RunSettings) -> None:
+    """
+    Refuse packed rows of supervised fine-tuning where a layer would see the row's other texts.
+
+    TRL keeps them apart by positions, which attention alone reads.
+
+    Args:
+        config: The model's config.
+        args: Settings of the run. Only those of SFT can pack.
+
+    Raises:
+        ValueError: if the model has state spaces, convolutions or other layers that are no attention.
+    """
+    strategy = getattr(args, "packing_strategy", None)
+    packs = getattr(args, "packing", False) or getattr(args, "eval_packing", False)
+    # The third strategy, 'wrapped', cuts and joins texts on purpose.
+    keeps_apart = strategy in ("bfd", "bfd_split") and packs
+    if not (keeps_apart or getattr(args, "padding_free", False)):
+        return
+
+    reason = layers_that_run_on(config.get_text_config())
+    if reason is not None:
+        raise ValueError(
+            f"packing and padding_free must be off for a {config.model_type}: {reason}, so a text would be learned "
+            "after its neighbour."
         )
 
 

@@ -1,4 +1,4 @@
-"""Check that the machine's memory holds the model while it loads."""
+"""Check that the machine's memory holds the models of a run while they load."""
 
 from __future__ import annotations
 
@@ -22,40 +22,70 @@ GIB = 2**30
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
-def check_host_memory(config: PretrainedConfig, args: RunSettings) -> None:
+def check_host_memory(
+    config: PretrainedConfig | None, args: RunSettings, teacher: PretrainedConfig | None = None
+) -> None:
     """
-    Refuse a model that the processes of this machine cannot hold while it loads.
+    Refuse models that the processes of this machine cannot hold while they load.
 
     The kernel would kill one of them without a message. All processes must call this. None returns before all have
     measured the free memory.
 
     Args:
-        config: The model's unquantized config. A model that transformers does not know is not checked.
+        config: The model's unquantized config; `None` if it is loaded. A model that transformers does not know is not
+            checked.
         args: Settings of the run.
+        teacher: The config of a distillation's teacher, which loads while the model is in memory; `None` without one.
 
     Raises:
         ValueError: with the memory that is needed and the memory that is free.
     """
-    loads_in_pieces = args.frozen or is_zero3(args)
-    if loads_in_pieces or architecture_of(config) is None:
+    if is_zero3(args):  # which loads in pieces, as a frozen base does
         return
 
-    # TRL's default. That of transformers is the checkpoint's dtype.
+    # TRL's default. That of transformers, by which it loads a teacher, is the checkpoint's dtype.
     dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"
-    copies = _copies_per_machine()
-    parameters = sum(param.numel() for param in skeleton(config, args).parameters())
+    of_model = 0 if args.frozen else _bytes_of(config, dtype, args)
+    dtype_of_teacher = _dtype_of_teacher(teacher, args)
+    of_teacher = _bytes_of(teacher, dtype_of_teacher, args)
+    if of_model + of_teacher == 0:
+        return
 
-    needed = _bytes_per_parameter(dtype) * copies * parameters
+    copies = _copies_per_machine()
+    needed = copies * (of_model + of_teacher)
     free = available_memory()
     # A process that begins to load takes memory, which the others would no longer measure as free.
     args.distributed_state.wait_for_everyone()
 
     if needed > free:
+        held = []
+        if of_model:
+            held.append(f"the model in {dtype}")
+        if of_teacher:
+            held.append(f"its teacher in {dtype_of_teacher}")
         raise ValueError(
             f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: "
-            f"{copies} processes of this machine hold the model in {dtype}. "
+            f"{copies} processes of this machine hold {' and '.join(held)}. "
             "With FSDP2 (recipes/accelerate/fsdp2.yaml) one of them does."
         )
+
+
+def _bytes_of(config: PretrainedConfig | None, dtype: Any, args: RunSettings) -> int:
+    """Bytes of a model that loads; 0 without one, or if transformers does not know it."""
+    if config is None or architecture_of(config) is None:
+        return 0
+    parameters = sum(param.numel() for param in skeleton(config, args).parameters())
+    return _bytes_per_parameter(dtype) * parameters
+
+
+def _dtype_of_teacher(config: PretrainedConfig | None, args: RunSettings) -> str:
+    """The name of the dtype in which TRL loads a teacher: that of its checkpoint, unless the run sets another."""
+    if config is None:
+        return ""
+    dtype = (getattr(args, "teacher_model_init_kwargs", None) or {}).get("dtype")
+    if dtype in (None, "auto"):
+        dtype = config.dtype or "float32"
+    return str(dtype).removeprefix("torch.")
 
 
 def _bytes_per_parameter(dtype: Any) -> int:

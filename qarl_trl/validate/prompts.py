@@ -33,8 +33,10 @@ def check_prompts(name: str, config: PretrainedConfig, args: RunSettings, traine
         trainer_arguments: All arguments of the trainer by name.
 
     Raises:
-        ValueError: with the row, and for a prompt that is too long its length in tokens.
+        ValueError: with the row, and for a prompt that is too long its length in tokens; for messages without a chat
+            template.
     """
+    _check_template(name, args, trainer_arguments)
     completes_prompts = trainer_arguments.get("environment_factory") or trainer_arguments.get("rollout_func")
     if prompts_per_rollout(args) is None or completes_prompts:
         return
@@ -42,9 +44,29 @@ def check_prompts(name: str, config: PretrainedConfig, args: RunSettings, traine
     tokenizer: Any = None
     for title, data in _prompt_sets(trainer_arguments):
         if tokenizer is None:
-            tokenizer = trainer_arguments.get("processing_class") or _load_tokenizer(name, args)
+            tokenizer = trainer_arguments.get("processing_class") or load_tokenizer(name, args)
         if not isinstance(tokenizer, ProcessorMixin):
             _check_set(title, data, tokenizer, _context(config, args), args, trainer_arguments.get("tools"))
+
+
+def _check_template(name: str, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
+    """Refuse (`ValueError`) messages for supervised fine-tuning of a tokenizer without a chat template."""
+    # Only SFT's config has the field. TRL renders its rows at the start, but after the model has loaded.
+    is_sft = getattr(args, "dataset_text_field", None) is not None
+    if not is_sft or args.chat_template_path or trainer_arguments.get("formatting_func"):
+        return
+
+    data = trainer_arguments.get("train_dataset")
+    if not isinstance(data, Dataset) or len(data) == 0:
+        return
+    if not ("conversations" in data.column_names or is_conversational(data[0])):
+        return
+
+    tokenizer: Any = trainer_arguments.get("processing_class") or load_tokenizer(name, args)
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "train_dataset has messages, and the tokenizer has no chat template: set chat_template_path, or give text."
+        )
 
 
 def _prompt_sets(trainer_arguments: TrainerArguments) -> Iterator[tuple[str, Dataset]]:
@@ -64,8 +86,14 @@ def _prompt_sets(trainer_arguments: TrainerArguments) -> Iterator[tuple[str, Dat
             yield title, data
 
 
-def _load_tokenizer(name: str, args: RunSettings) -> Any:
-    """The tokenizer or processor, as TRL loads it."""
+def load_tokenizer(name: str, args: RunSettings) -> Any:
+    """
+    The tokenizer or processor of a model, as TRL loads it.
+
+    Args:
+        name: The model's name.
+        args: Settings of the run.
+    """
     revision = (args.model_init_kwargs or {}).get("revision")
     return AutoProcessor.from_pretrained(
         name, revision=revision, padding_side="left", trust_remote_code=args.trust_remote_code

@@ -15,12 +15,13 @@ from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
 from .kv_cache import check_kv_cache
-from .layers import check_attention, check_layers
+from .layers import check_attention, check_layers, check_packing
 from .memory import check_host_memory
 from .model import config_of, skeleton
 from .prompts import check_prompts
 from .source import find_source
-from .teacher import check_teacher
+from .teacher import check_teacher, teacher_to_load
+from .teacher_tokenizer import check_teacher_tokenizer
 from .types import RunSettings, TrainerArguments
 
 
@@ -58,6 +59,7 @@ def check_run(
             if adapter.modules_to_save:
                 check_tied(skeleton(config, args), adapter)
         check_attention(model, config, args)
+        check_packing(config, args)
     check_kv_cache(model, config, args)
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
@@ -66,11 +68,11 @@ def check_run(
     # Only the first process: it takes seconds for many rows. The others wait, and stop with it.
     name = model if isinstance(model, str) else config._name_or_path
     on_first(args, lambda: check_prompts(name, config, args, trainer_arguments))
+    on_first(args, lambda: check_teacher_tokenizer(name, args, trainer_arguments))
 
     # A model that was passed as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(trainer_arguments)
-    if loads_master_weights:
-        check_host_memory(config, args)
+    check_host_memory(config if loads_master_weights else None, args, teacher_to_load(args, trainer_arguments))
 
     # This comes last because it creates the repository, which a run that is refused must not do.
     if args.push_to_hub:

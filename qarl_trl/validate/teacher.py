@@ -44,8 +44,41 @@ def check_teacher(
     if teacher is None:
         return
 
-    vocabulary = config.get_text_config().vocab_size
-    of_teacher = _config_of(teacher, args).get_text_config().vocab_size
+    check_same_vocabulary(_config_of(teacher, args), config)
+
+
+def teacher_to_load(args: RunSettings, trainer_arguments: TrainerArguments) -> PretrainedConfig | None:
+    """
+    The config of a teacher that loads as a second model.
+
+    Args:
+        args: Settings of the run.
+        trainer_arguments: All arguments of the trainer by name.
+
+    Returns:
+        `None` for other trainers, for a teacher that is in memory already, and for one that is quantized, of which
+        nothing tells the bytes.
+    """
+    teacher: Any = trainer_arguments.get("teacher_model")
+    if not hasattr(args, "teacher_model_name_or_path") or not isinstance(teacher, str):
+        return None
+    config = _config_of(teacher, args)
+    return None if getattr(config, "quantization_config", None) is not None else config
+
+
+def check_same_vocabulary(teacher: PretrainedConfig, student: PretrainedConfig) -> None:
+    """
+    Refuse a teacher of another vocabulary.
+
+    Args:
+        teacher: The teacher's config.
+        student: The student's config.
+
+    Raises:
+        ValueError: with the two sizes.
+    """
+    vocabulary = student.get_text_config().vocab_size
+    of_teacher = teacher.get_text_config().vocab_size
     if of_teacher != vocabulary:
         raise ValueError(
             f"teacher_model must have the student's vocabulary of {vocabulary} tokens, got {of_teacher}: the loss "

@@ -14,13 +14,15 @@ from qarl_trl.checkpoints.folder import INCOMING, MANIFEST, commit, damage, fini
 from qarl_trl.checkpoints.resume import resume_path
 
 
-def write(output_dir, step, content="weights", **facts):
+def write(output_dir, step, content="weights", cards=(), **facts):
     """A checkpoint, saved as the trainer does."""
     folder = output_dir / INCOMING / f"checkpoint-{step}"
     (folder / "low_bit").mkdir(parents=True)
     (folder / "model.safetensors").write_text(content)
     (folder / "low_bit" / "config.json").write_text("{}")
     (folder / "scheduler.pt").write_text("")
+    for card in cards:
+        (folder / card).write_text("# A card")
 
     target = output_dir / folder.name
     commit(folder, target, **facts)
@@ -59,6 +61,24 @@ def test_damage_is_named(tmp_path, change, words):
     change(folder)
 
     assert re.search(words, damage(folder))
+
+
+def test_a_card_that_a_user_edited_or_peft_wrote_again_is_no_damage(tmp_path):
+    """A callback that calls `model.save_pretrained` in each checkpoint rewrites it, and no resume reads it."""
+    cards = ("README.md", "low_bit/README.md")
+    target = write(tmp_path, 1, cards=cards)
+    manifest = json.loads((target / MANIFEST).read_text())
+    assert not {*cards} & manifest["files"].keys()
+
+    (target / "README.md").write_text("My own words")
+    (target / "low_bit" / "README.md").unlink()
+    assert damage(target) is None
+    assert finished(tmp_path) == [target]
+
+    # One that an earlier version wrote.
+    manifest["files"] |= dict.fromkeys(cards, 5)
+    (target / MANIFEST).write_text(json.dumps(manifest))
+    assert damage(target) is None
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):

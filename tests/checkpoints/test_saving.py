@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock, Timeout
 from slow.toys import distinct_characters, forge, prompts, save_model
 from test_trainer import master_weights, without_engine
+from toy_runs import adapter
 from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from trl import GRPOTrainer
 
@@ -257,6 +258,39 @@ def test_a_script_that_forgets_to_resume_destroys_no_checkpoint(model, tmp_path)
     # Controls: one trainer may train twice, and a resumed one goes on.
     first.train()
     assert again.train(resume_from_checkpoint=True).global_step == 4
+
+
+def test_a_script_that_names_a_checkpoint_in_its_settings_alone_does_not_begin_anew(model, checkpoint_of, tmp_path):
+    """transformers reads that setting nowhere."""
+    checkpoint = str(checkpoint_of(10))
+    trainer = make_resumed(model, tmp_path, resume_from_checkpoint=checkpoint)
+
+    with pytest.raises(ValueError, match=r"resume from .*checkpoint-10, but train\(\) got no resume_from_checkpoint"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+    # Controls: what `train` is told counts, and a second call goes on from the weights of the first.
+    assert trainer.train(resume_from_checkpoint=checkpoint).global_step == 11
+    trainer.args.max_steps = 1
+    assert trainer.train().global_step == 1
+    anew = make_resumed(model, tmp_path / "new", resume_from_checkpoint="auto", max_steps=1)
+    assert anew.train().global_step == 1
+
+
+def test_a_model_is_not_saved_into_a_checkpoint_of_another_step(model, tmp_path):
+    """Its files would have the sizes of before, so nobody would see the damage."""
+    args = QaRLConfig(**without_engine(tmp_path, max_steps=2, save_strategy="steps", save_steps=1))
+    trainer = QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(4), peft_config=adapter())
+    trainer.train()
+    file = tmp_path / "checkpoint-1" / "adapter_model.safetensors"
+    before = file.read_bytes()
+
+    with pytest.raises(ValueError, match="checkpoint-1 is a training checkpoint: its optimizer would not belong"):
+        trainer.save_model(str(tmp_path / "checkpoint-1"))
+
+    assert file.read_bytes() == before
+    # Control: the last checkpoint has other weights.
+    assert (tmp_path / "checkpoint-2" / file.name).read_bytes() != before
 
 
 # A full disk --------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from qarl_trl.quant import apply_quantization, remove_quantization
+from qarl_trl.quant import apply_quantization, patterns, remove_quantization
+from qarl_trl.quant.scheme import resolve_scheme, single_group
 from quant.toy_layers import LINEARS, names_of
 
 
@@ -133,3 +134,68 @@ def test_adapters_without_a_peft_model_around_them_are_refused(tiny_model):
 
     # Control: the same adapter in a PeftModel.
     apply_quantization(get_peft_model(tiny_model(num_hidden_layers=1), adapter), "W4A16")
+
+
+# Patterns that match endlessly --------------------------------------------------------------------------------------
+
+# Each way to cut a name into parts is tried: twice as many for each character more.
+ENDLESS = r"re:(\w+\.?)+!"
+# The work of the pattern with these names, if nothing stops it.
+LONG_NAME = "a_layer_whose_name_has_many_characters_in_it"
+
+
+def model_with_long_name():
+    return nn.ModuleDict({LONG_NAME: nn.Linear(128, 128), "lm_head": nn.Linear(128, 128)})
+
+
+@pytest.fixture
+def little_time(monkeypatch):
+    monkeypatch.setattr(patterns, "LIMIT_S", 2)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"ignore": [ENDLESS]}, {"targets": ["Linear", ENDLESS]}, {"targets": ["re:.*layer", ENDLESS]}]
+)
+def test_a_pattern_that_matches_endlessly_is_refused_in_limited_time(little_time, arguments):
+    with pytest.raises(ValueError, match=r"pattern 're:\(\\\\w.* needs more than 2 seconds"):
+        apply_quantization(model_with_long_name(), "W4A16", **arguments)
+
+
+def test_a_quick_pattern_is_tried_in_one_process_for_both_passes_over_a_model(little_time, monkeypatch):
+    started = []
+    run = patterns.subprocess.run
+
+    def noted(*args, **kwargs):
+        started.append(run(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(patterns.subprocess, "run", noted)
+
+    for _ in range(2):
+        model = apply_quantization(model_with_long_name(), "W4A16", ignore=["lm_head", r"re:(\w+)_nothing$"])
+
+    assert names_of(model) == [LONG_NAME]
+    assert [process.returncode for process in started] == [0]
+
+
+def test_a_pattern_of_a_plan_that_is_no_regular_expression_is_refused():
+    """Of a `config.json`, for instance, whose plan nothing else checks."""
+    plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
+    plan.ignore.append("re:*up_proj")
+
+    with pytest.raises(ValueError, match=r"'re:\*up_proj' in targets or quant_ignore is no valid pattern"):
+        apply_quantization(model_with_long_name(), plan)
+
+
+def test_the_default_needs_no_process(monkeypatch):
+    monkeypatch.setattr(patterns.subprocess, "run", lambda *_, **__: pytest.fail("a process started"))
+
+    assert names_of(apply_quantization(model_with_routers(), "W4A16")) == ["layer.mlp.up_proj"]
+
+
+def test_the_names_of_experts_are_tried_too(tiny_model, little_time):
+    """They are longer than those of the modules, which the pattern passes quickly."""
+    plan = [r"re:(?=.*experts\.\d)(\w+\.?)+!"]
+
+    with pytest.raises(ValueError, match="needs more than 2 seconds"):
+        apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=["lm_head", r"re:.*mlp\.gate$", *plan])

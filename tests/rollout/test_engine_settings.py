@@ -1,7 +1,16 @@
 """`qarl_trl.rollout.engine_settings`: what the engine is told because its config file does not say it."""
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2_5_VLConfig
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+)
 
 from qarl_trl.rollout.engine_settings import changed_config
 
@@ -46,3 +55,23 @@ def test_a_changed_part_with_a_config_of_its_own_is_refused(tmp_path):
     config.text_config.vocab_size += 8
     with pytest.raises(ValueError, match=r"The model's text_config differs from .*config\.json"):
         changed_config(config, False)
+
+
+def test_a_loaded_model_with_parts_is_as_its_file_says(tmp_path):
+    """Loading writes its dtype into the config of each part."""
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    sight = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    heads = {"num_attention_heads": 1}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**sight, **heads),
+        text_config=Qwen2Config(**text, **heads, num_key_value_heads=1),
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
+
+    assert loaded.config.vision_config.dtype != config.vision_config.dtype  # control
+    assert changed_config(loaded.config, False) == {}
+    loaded.config.vision_config.hidden_act = "relu"
+    with pytest.raises(ValueError, match="The model's vision_config differs"):
+        changed_config(loaded.config, False)

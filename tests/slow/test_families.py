@@ -53,6 +53,7 @@ def test_learner_and_engine_run_the_same_class_of_transformers(tmp_path, family)
     assert isolated(fresh_engine_logprobs, str(tmp_path / "run")) == run["answers"]
 
 
+@pytest.mark.avx512
 def test_without_an_answer_of_the_learner_vllm_s_class_fails(tmp_path):
     """Control: if this fails, vLLM or transformers has changed, and `keep_learner_eager` can go."""
     model = save_model(tmp_path / "model", family="Olmo2")

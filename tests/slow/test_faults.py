@@ -266,6 +266,10 @@ def _reward_that_is_infinite(second: bool) -> Callable:
     return reward
 
 
+def _reward_that_gives_none(completions: list[str], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
 def _with_raising_rollout(trainer: Any, second: bool) -> Any:
     if second:
         # The trainer wraps the function that it was given.
@@ -333,3 +337,51 @@ def test_what_fails_in_one_process_stops_both_at_once(tmp_path):
         assert words_of_second in second_message, name
         # torch.distributed would wait for half an hour.
         assert max(first_seconds, second_seconds) < 120, name
+
+
+def _rloo_of_two(model: str, folder: str) -> dict[str, Any]:
+    """What each process of RLOO says whose second process has a fault in its rewards, and after how many seconds."""
+    from qarl_trl import LowBitRLOOConfig, LowBitRLOOTrainer
+
+    torch.set_num_threads(1)
+    second = os.environ["RANK"] == "1"
+    rewards = {
+        "raises": _reward_that_raises(second),
+        "is infinite": _reward_that_is_infinite(second),
+        "gives none": _reward_that_gives_none,
+        "is fine": distinct_characters,
+    }
+
+    results = {}
+    for name, reward in rewards.items():
+        values = settings(Path(folder) / name, use_vllm=False, bf16=False, max_completion_length=8, max_steps=1)
+        of_rloo = {key: value for key, value in values.items() if not key.startswith("tbpo_")}
+        args = LowBitRLOOConfig(**of_rloo, beta=0.0)
+        trainer = LowBitRLOOTrainer(model, reward, args, train_dataset=prompts())
+        assert trainer.accelerator.num_processes == 2
+        results[name] = _timed_error(trainer)
+    return results
+
+
+# What the first and the second process of RLOO say.
+EXPECTED_OF_RLOO = {
+    "raises": ("The rewards failed in process 1, which says why", "KeyError: 'no such answer'"),
+    "is infinite": ("'reward' gave an infinite reward",) * 2,
+    "gives none": ("No completion of a rollout batch got a reward",) * 2,
+    # Control: after the faults the two processes still agree.
+    "is fine": ("passed",) * 2,
+}
+
+
+def test_a_reward_of_rloo_that_fails_in_one_process_stops_both_at_once(tmp_path):
+    """TRL gathers the rewards of all, in which the others would wait for the one that raised."""
+    model = save_model(tmp_path / "model", layers=1)
+
+    first, second = isolated_group(_rloo_of_two, 2, model, str(tmp_path / "run"), timeout=200)
+    print(first, second)
+
+    for name, (words_of_first, words_of_second) in EXPECTED_OF_RLOO.items():
+        for (message, seconds), words in ((first[name], words_of_first), (second[name], words_of_second)):
+            assert words in message, name
+            # torch.distributed would wait for half an hour.
+            assert seconds < 60, name

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from slow.isolated import isolated, isolated_group
-from slow.processes import FSDP2, shard_on_cpu, whole, whole_arrays
+from slow.processes import FSDP2, as_bytes, same, shard_on_cpu, whole, whole_arrays
 from slow.test_invariants import _agree, _changed_layers, _record_forward, _sync_another_and_back
 from slow.toys import (
     CHARACTERS,
@@ -189,20 +190,53 @@ def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
     trainer.train()
     trainer.save_model()
     teacher = {}
+    sizes = (0, 0)
     if kind == "distillation":
+        sizes = _shards_and_copies(trainer.teacher_model)
         weights = trainer.teacher_model.named_parameters()
         # FSDP2 keeps some whole after a forward without a backward, as bfloat16 copies.
         teacher = {name: whole(weight).bfloat16().float().numpy() for name, weight in weights}
-    return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer), "teacher": teacher}
+    return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer), "teacher": teacher, "sizes": sizes}
+
+
+def _shards_and_copies(model: torch.nn.Module) -> tuple[int, int]:
+    """Bytes of a model's shards in this process under FSDP2, and of the gathered copies that are there too."""
+    shards = 0
+    copies = 0
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                shards += parameter._sharded_param_data.nbytes
+                copies += sum(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
+    return shards, copies
+
+
+def _counted_teacher(model: str, processes: int) -> int:
+    """The bytes of its own start that `qarl-trl plan` counts for a process of a distillation."""
+    from tools.plan.runs import example_run
+
+    from qarl_trl.tools.plan import model as meta
+    from qarl_trl.tools.plan.memory.learner import teacher_bytes
+    from qarl_trl.tools.plan.run import Teacher
+
+    config = meta.read_config(model)
+    skeleton = meta.model_without_weights(config, torch.bfloat16)
+    teacher = Teacher("its own start", meta.parameters(skeleton, ""), config, 8)
+    return teacher_bytes(example_run(skeleton, config, muon=False, teacher=teacher, ranks=processes, fsdp2=True))
 
 
 @pytest.mark.parametrize("kind", ["sft", "distillation"])
 def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, tmp_path):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
-    model = save_model(tmp_path / "model", layers=1)
+    model = str(tmp_path / "model")
+    folder = save_model(tmp_path / "float32", layers=1)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(model)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(model)
     first, second = isolated_group(_train_sharded, 2, kind, model, str(tmp_path / "run"))
 
     assert first["losses"] == second["losses"]
@@ -211,6 +245,11 @@ def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, t
     start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
     trained = {name: torch.as_tensor(array) for name, array in first["weights"].items()}
     assert not torch.equal(trained["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
+
+    if kind == "distillation":
+        # As `qarl-trl plan` counts them: a teacher in bfloat16 stays in it, and some of it stays gathered.
+        counted = _counted_teacher(model, processes=2)
+        assert sum(first["sizes"]) == sum(second["sizes"]) == counted
 
     # Every process has the teacher as it was read, although only the first one reads it.
     for process in (first, second):
@@ -223,3 +262,101 @@ def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, t
     stored = stored_tensors(tmp_path / "run")
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+
+
+def _train_frozen(kind: str, model: str, folder: str, fsdp: bool) -> dict[str, Any]:
+    """An adapter beside a frozen base, in one of two processes: what it learned, sent and saved."""
+    from datasets import Dataset
+
+    from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, LowBitSFTConfig, LowBitSFTTrainer
+    from qarl_trl.quant import iter_low_bit_weights
+
+    torch.set_num_threads(1)
+    if fsdp:
+        os.environ.update(FSDP2)
+        shard_on_cpu()
+
+    if kind == "rloo":
+        # Beside an engine. The penalty asks the base without its adapter.
+        changes = {"max_steps": 2, "steps_per_generation": 1, "beta": 0.05, "learner_ops": "stock", "bf16": True}
+        trainer = _make("rloo-frozen", model, Path(folder), **changes)
+    else:
+        values = {
+            "output_dir": folder,
+            "use_cpu": True,
+            "bf16": True,
+            "max_steps": 3,
+            "per_device_train_batch_size": 4,
+            "learning_rate": 1e-2,
+            "save_strategy": "no",
+            "report_to": [],
+            "logging_steps": 1,
+            "lora_base": "frozen",
+        }
+        rows = [{"prompt": f"{n}+{n}=", "completion": CHARACTERS[n % 10] * 4} for n in range(40, 72)]
+        data = Dataset.from_list(rows)
+        if kind == "sft":
+            args = LowBitSFTConfig(**values)
+            trainer = LowBitSFTTrainer(model, args, train_dataset=data, peft_config=random_adapter())
+        else:
+            args = LowBitDistillationConfig(**values, distill_on="answers", max_completion_length=8, beta=0.0)
+            trainer = LowBitDistillationTrainer(model, None, args, train_dataset=data, peft_config=random_adapter())
+    assert trainer.accelerator.is_fsdp2 == fsdp
+    assert trainer.accelerator.num_processes == 2
+
+    before = as_bytes(iter_low_bit_weights(trainer.accelerator.unwrap_model(trainer.model)))
+    trainer.train()
+    trainer.save_model()
+    trained = {}
+    for name, weight in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+        if weight.requires_grad:
+            assert hasattr(weight, "full_tensor") == fsdp, name
+            trained[name] = whole(weight).numpy()
+
+    facts = {
+        "losses": logged(trainer, "loss"),
+        "adapter": trained,
+        "before": before,
+        "after": as_bytes(iter_low_bit_weights(trainer.accelerator.unwrap_model(trainer.model))),
+    }
+    if kind == "distillation":
+        weights = trainer.teacher_model.named_parameters()
+        facts["teacher"] = {name: whole(weight).bfloat16().float().numpy() for name, weight in weights}
+    return facts
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", ["sft", "rloo", "distillation"])
+def test_two_processes_train_an_adapter_beside_a_frozen_base_under_fsdp2(kind, tmp_path):
+    """Each has the whole base in low bits, and shards of the adapter; as under DDP."""
+    model = save_model(tmp_path / "model", layers=1)
+
+    def run(fsdp: bool) -> list[dict[str, Any]]:
+        folder = str(tmp_path / ("fsdp2" if fsdp else "ddp"))
+        return isolated_group(_train_frozen, 2, kind, model, folder, fsdp, timeout=400)
+
+    one, two = run(True)
+    assert one["losses"] == two["losses"]
+    for name in ("adapter", "after", "before"):
+        assert same(one[name], two[name])
+    assert one["adapter"]
+    assert same(one["before"], one["after"])
+    assert any(array.any() for name, array in one["adapter"].items() if "lora_B" in name)  # control: it has moved
+
+    # What was saved is what both have.
+    stored = load_file(tmp_path / "fsdp2" / "adapter_model.safetensors")
+    assert len(stored) == len(one["adapter"])
+    for name, tensor in stored.items():
+        place = name.replace(".weight", ".default.weight")
+        assert (tensor.float().numpy() == one["adapter"][place]).all(), name
+    assert (tmp_path / "fsdp2" / "base" / "config.json").is_file()
+
+    if kind == "distillation":
+        start = {name: tensor.bfloat16().float().numpy() for name, tensor in stored_tensors(model).items()}
+        assert same(one["teacher"], start)
+        assert same(two["teacher"], start)
+
+    if kind != "rloo":  # whose samples are others
+        of_ddp, _ = run(False)
+        assert one["losses"] == pytest.approx(of_ddp["losses"], rel=0.02)
+        assert one["losses"][0] != pytest.approx(one["losses"][-1], rel=0.02)  # control: updates count

@@ -140,6 +140,104 @@ def test_a_run_is_checked_for_a_gpu_that_is_not_here(recipe, capsys, gpu, option
     assert "mismatch" not in printed.out.lower()
 
 
+# Other trainers ------------------------------------------------------------------------------------------------------
+
+
+QWEN = ("--model_name_or_path", "Qwen/Qwen3-0.6B")
+
+
+@pytest.fixture(scope="module")
+def of_trainers(recipe, tmp_path_factory):
+    """A recipe of each of TRL's trainers, by its command."""
+    folder = tmp_path_factory.mktemp("trainers")
+    run = Path(recipe).parent
+    lines = [json.dumps({"problem": f"{i} + 1", "text": f"{i} + 1 = {i + 1}", "completion": "1"}) for i in range(9)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+
+    common = f"model_name_or_path: {run}/model\noutput_dir: {folder}/out\nreport_to: none\n"
+    texts = f"dataset_name_or_path: {folder}/texts.jsonl\nper_device_train_batch_size: 4\n"
+    sums = f"dataset_name_or_path: {run}/sums.jsonl\nconversational: false\nmax_completion_length: 8\n"
+    recipes = {
+        "sft": f"{common}{texts}max_length: 32\n",
+        "distill": f"{common}{texts}conversational: false\nmax_completion_length: 8\ndistill_on: rollouts\n",
+        "rloo": f"{common}{sums}num_generations: 2\nbeta: 0.0\nnormalize_advantages: false\n",
+    }
+    paths = {}
+    for command, text in recipes.items():
+        paths[command] = str(folder / f"{command}.yaml")
+        Path(paths[command]).write_text(text)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "has_rewards"),
+    [
+        ("sft", "W4A16, nll, 9 rows, nothing is sampled", False),
+        ("distill", "W4A16, 9 prompts, rollouts by transformers (slow)", False),
+        ("rloo", "W4A16, 9 prompts, rollouts by transformers (slow)", True),
+    ],
+)
+def test_recipes_of_other_trainers_are_checked_by_their_own_settings(
+    of_trainers, capsys, command, settings, has_rewards
+):
+    exit_code, statuses, printed = run_doctor(capsys, "--config", of_trainers[command])
+
+    assert exit_code == 0
+    assert settings in printed.out
+    assert statuses["mismatch"] == SKIPPED
+    assert ("Rewards" in printed.out) == has_rewards
+    assert "nothing is sampled: not measured" in printed.out or command != "sft"
+    # Control: its keys say which trainer it is.
+    assert "trainer" not in statuses
+
+
+def test_a_recipe_that_fits_several_trainers_is_said_to(recipe, capsys):
+    _, statuses, printed = run_doctor(capsys, "--config", recipe)
+    assert statuses["trainer"] == OK
+    assert "Read as a recipe of qarl-trl train. Its keys also fit rloo or distill: --trainer says" in printed.out
+
+    _, statuses, printed = run_doctor(capsys, "--config", recipe, "--trainer", "distill")
+    assert "trainer" not in statuses
+    assert "W4A16, 9 prompts, rollouts by transformers" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--teacher_model_name_or_path", "{other}"], "vocabulary of 64 tokens, got 32"),
+        (["--teacher_model_name_or_path", "no/such-teacher"], "teacher_model='no/such-teacher' cannot be read"),
+        (["--quant_scheme", "none"], "teacher_model_name_or_path is missing"),
+        (["--gradient_accumulation_steps", "4"], "at least 16 prompts, got 9"),
+    ],
+)
+def test_a_teacher_that_a_distillation_would_refuse_is_found(of_trainers, tmp_path, capsys, options, words):
+    make_model(vocab_size=32, num_hidden_layers=1).save_pretrained(tmp_path / "other")
+    options = [option.format(other=tmp_path / "other") for option in options]
+
+    exit_code, _, printed = run_doctor(capsys, "--config", of_trainers["distill"], *options)
+
+    assert exit_code == 1
+    assert words in printed.out
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("gpu", "options", "code", "words"),
+    [
+        ("l4", [], 0, "It fits:"),
+        ("l4", [*QWEN, "--teacher_model_name_or_path", "Qwen/Qwen3-0.6B"], 0, "It fits:"),
+        # In bfloat16 this teacher takes 16.4 GB.
+        ("l4", [*QWEN, "--teacher_model_name_or_path", "Qwen/Qwen3-8B"], 1, "mostly teacher 15.3"),
+        ("a100", [*QWEN, "--teacher_model_name_or_path", "Qwen/Qwen3-8B"], 0, "It fits:"),
+    ],
+)
+def test_a_distillation_is_checked_for_a_gpu_with_its_teacher(of_trainers, capsys, gpu, options, code, words):
+    exit_code, _, printed = run_doctor(capsys, "--config", of_trainers["distill"], "--gpu", gpu, *options)
+
+    assert exit_code == code
+    assert words in printed.out
+
+
 # The machine ---------------------------------------------------------------------------------------------------------
 
 

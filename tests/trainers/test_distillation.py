@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,18 @@ import torch
 from conftest import make_tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from slow import toys
 from slow.toys import prompts, randomize_adapter, save_model, stored_tensors
 from toy_runs import adapter
 from toy_runs import make as make_qarl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer
+from qarl_trl.learner.attention import attend_from_cache
 from qarl_trl.quant import iter_low_bit_weights
+from qarl_trl.quant.start import load_master_weights
+from qarl_trl.trainers.teacher import teaches_by_its_base
+from qarl_trl.validate import check_run
 from trainers.runs import losses, pairs, same_weights, settings, weights
 
 
@@ -53,6 +59,35 @@ def test_a_student_comes_closer_to_its_own_start(dense_model, tmp_path, distill_
     start = AutoModelForCausalLM.from_pretrained(dense_model).state_dict()
     teacher = trainer.teacher_model.state_dict()
     assert all(torch.equal(tensor, start[name]) for name, tensor in teacher.items())
+
+
+def test_a_teacher_that_numbers_its_tokens_otherwise_is_refused_before_a_model_loads(
+    dense_model, other_model, tmp_path, caplog
+):
+    """The sizes of the two vocabularies are equal, so the loss could be computed."""
+
+    def check(teacher, **changes):
+        args = LowBitDistillationConfig(**settings(tmp_path / "run", **changes))
+        check_run(dense_model, args, {"teacher_model": teacher, "train_dataset": prompts()})
+
+    mixed_up = tmp_path / "mixed up"
+    shutil.copytree(other_model, mixed_up)
+    toys.make_tokenizer(toys.CHARACTERS[::-1]).save_pretrained(mixed_up)
+    words = "the student's tokenizer: 14 of 17 tokens differ. Token 2 is '0' for the student, and ' ' for the teacher"
+    with pytest.raises(ValueError, match=words):
+        check(str(mixed_up))
+    with pytest.raises(ValueError, match=words):
+        check(AutoModelForCausalLM.from_pretrained(mixed_up))
+
+    # Controls: the same tokenizer, and none.
+    check(other_model)
+    assert "no tokenizer that could be compared" not in caplog.text
+    for file in mixed_up.glob("tokenizer*"):
+        file.unlink()
+    check(str(mixed_up))
+    assert "no tokenizer that could be compared" in caplog.text
+    # `beta` chooses the divergence here, and no KL penalty.
+    assert "reference model" not in caplog.text
 
 
 def test_a_model_that_is_loaded_already_is_copied_for_its_teacher(dense_model, tmp_path):
@@ -106,6 +141,26 @@ def test_asking_the_base_leaves_the_student_as_it_was(dense_model, tmp_path):
     with torch.no_grad():
         expected = plain.base_model(input_ids=tokens).last_hidden_state
     assert torch.equal(of_teacher, expected)
+
+
+def test_beside_an_fp8_cache_a_second_model_teaches(dense_model, tmp_path):
+    def shares_base(**changes):
+        args = LowBitDistillationConfig(**settings(tmp_path, use_vllm=True, bf16=True, **changes))
+        return teaches_by_its_base(args, adapter())
+
+    assert not shares_base(kv_cache_dtype="fp8")
+    # Controls.
+    assert shares_base()
+    assert shares_base(kv_cache_dtype="fp8", quantize_learner_kv=False)
+
+    # The reason: the base is a part of the student, whose attention rounds keys and values.
+    trainer = make(dense_model, tmp_path / "run", peft_config=adapter())
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        before = trainer.teacher_model.base_model(input_ids=tokens).last_hidden_state
+        attend_from_cache(trainer.model, "fp8")
+        after = trainer.teacher_model.base_model(input_ids=tokens).last_hidden_state
+    assert not torch.equal(after, before)
 
 
 def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
@@ -250,6 +305,41 @@ def test_a_resumed_run_needs_the_same_teacher(dense_model, other_model, tmp_path
         other.train(resume_from_checkpoint=checkpoint)
 
 
+def test_a_resumed_run_needs_the_same_teacher_also_if_that_is_a_loaded_model(dense_model, other_model, tmp_path):
+    def load(name):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+
+    changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make(load(dense_model), tmp_path / "own", **changes).train()
+    taught = make(dense_model, tmp_path / "taught", teacher=load(other_model), **changes)
+    taught.train()
+
+    another = make(load(dense_model), tmp_path / "a", teacher=load(other_model), **changes)
+    with pytest.raises(ValueError, match="teacher_model_name_or_path was None there"):
+        another.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-1"))
+    another = make(dense_model, tmp_path / "b", teacher=load(dense_model), **changes)
+    with pytest.raises(ValueError, match="teacher_model_name_or_path was .*teacher.* there, and is .*dense"):
+        another.train(resume_from_checkpoint=str(tmp_path / "taught" / "checkpoint-1"))
+
+    # Control: the same one.
+    resumed = make(dense_model, tmp_path / "c", teacher=load(other_model), **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "taught" / "checkpoint-1"))
+    assert same_weights(resumed, taught)
+
+
+def test_a_config_is_left_as_it_was_for_the_next_trainer(dense_model, other_model, tmp_path):
+    """The teacher of the first one would be that of the second."""
+    values = settings(tmp_path, distill_on="answers", max_completion_length=8)
+    args = LowBitDistillationConfig(**values)
+
+    taught = LowBitDistillationTrainer(dense_model, other_model, args, pairs())
+    own = LowBitDistillationTrainer(dense_model, None, args, pairs())
+
+    assert args.to_dict() == LowBitDistillationConfig(**values).to_dict()
+    assert taught.teacher_model.config._name_or_path == other_model
+    assert own.teacher_model.config._name_or_path == dense_model
+
+
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +379,18 @@ def test_a_quantized_start_does_not_teach_itself(gptq_model, dense_model, tmp_pa
     trainer = make(gptq_model, tmp_path / "taught", teacher=dense_model, quant_scheme="checkpoint")
     trainer.train()
     assert losses(trainer)[0] > 0.001
+
+
+def test_the_named_teacher_of_a_loaded_quantized_start_is_loaded_as_it_is(gptq_model, dense_model, tmp_path):
+    """The loader of quantized checkpoints is for the student, which is loaded already."""
+    by_name = make(gptq_model, tmp_path / "name", teacher=dense_model, quant_scheme="checkpoint")
+    by_name.train()
+
+    student = load_master_weights(gptq_model)
+    by_model = make(student, tmp_path / "model", teacher=dense_model, quant_scheme="checkpoint")
+    by_model.train()
+
+    assert losses(by_model) == losses(by_name)
 
 
 def test_a_model_with_an_adapter_does_not_teach_itself(tiny_model, tmp_path):

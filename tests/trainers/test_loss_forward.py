@@ -38,3 +38,13 @@ def test_a_shared_forward_is_taken_once_by_the_loss_in_the_block():
     # Control: a loss that makes a forward of its own.
     with pytest.raises(RuntimeError, match="cannot share a pass"), forward.sharing(shared):
         pass
+
+
+def test_a_forward_that_an_error_left_over_is_not_that_of_a_later_loss():
+    """A notebook goes on after Ctrl-C, with an evaluation of other rows."""
+    forward = LossForward()
+
+    with pytest.raises(KeyboardInterrupt), forward.sharing(result(1.0)):
+        raise KeyboardInterrupt
+
+    assert forward.take_shared() is None

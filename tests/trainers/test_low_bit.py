@@ -33,6 +33,7 @@ from qarl_trl import (
     LowBitSFTConfig,
     LowBitSFTTrainer,
 )
+from qarl_trl._compat.construction import streams_its_weights
 
 
 @dataclass
@@ -199,6 +200,31 @@ def test_a_mixin_without_a_trainer_of_trl_is_refused():
 
     with pytest.raises(TypeError, match="Mine must subclass a trainer of TRL"):
         Mine(model="no/such-model")
+
+
+def test_a_trainer_that_streams_master_weights_to_its_server_is_refused(model, tmp_path):
+    """TRL's asynchronous GRPO: its server would sample from other weights than the learner trains."""
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    @dataclass
+    class Config(LowBitConfig, AsyncGRPOConfig):
+        pass
+
+    class Trainer(LowBitMixin, AsyncGRPOTrainer):
+        pass
+
+    class WithItsOwnStream(Trainer):
+        def _streaming_iter(self):
+            yield from ()
+
+    args = Config(str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="Trainer would send its server the weights in high precision"):
+        Trainer(model, [distinct_characters], args, train_dataset=prompts())
+
+    # Control: only TRL's own stream is, and no other trainer has one.
+    assert streams_its_weights(Trainer)
+    assert not streams_its_weights(WithItsOwnStream)
+    assert not streams_its_weights(LowBitSFTTrainer)
 
 
 def test_the_config_takes_json_for_the_fields_of_both_halves():

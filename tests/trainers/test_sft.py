@@ -8,9 +8,11 @@ from datasets import Dataset
 from slow.test_invariants import _record_forward
 from slow.toys import stored_tensors
 from toy_runs import adapter
+from transformers import Lfm2Config
 from trl import SFTConfig, SFTTrainer
 
 from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer
+from qarl_trl.validate import check_run
 from trainers.runs import losses, pairs, same_weights, settings, weights
 
 
@@ -67,6 +69,59 @@ def test_rows_that_share_a_sequence_do_not_see_each_other(dense_model, tmp_path)
     assert losses(packed)[0] == pytest.approx(losses(alone)[0], abs=1e-5)
 
 
+@pytest.mark.parametrize("method", ["predict", "evaluate"])
+def test_weights_that_were_written_past_the_optimizer_are_scored(dense_model, tmp_path, method):
+    """`param.data` leaves no trace of a write."""
+    trainer = LowBitSFTTrainer(
+        dense_model, LowBitSFTConfig(**settings(tmp_path)), train_dataset=pairs(), eval_dataset=pairs(4)
+    )
+    trainer.train()
+    before = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
+
+    for parameter in trainer.model.parameters():
+        parameter.data.mul_(1.5)
+
+    if method == "predict":
+        after = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
+    else:
+        after = trainer.evaluate()["eval_loss"]
+    written = load_scaled(dense_model, trainer)
+    assert after != before
+    assert after == pytest.approx(written, rel=1e-6)
+
+
+def load_scaled(model, trainer):
+    """The loss of a new trainer with the weights of `trainer`."""
+    args = LowBitSFTConfig(**settings(trainer.args.output_dir))
+    other = LowBitSFTTrainer(model, args, train_dataset=pairs(), eval_dataset=pairs(4))
+    other.model.load_state_dict(trainer.model.state_dict())
+    return other.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"packing": True}, {"eval_packing": True}, {"padding_free": True, "max_length": None}]
+)
+def test_rows_that_share_a_sequence_are_refused_where_layers_run_on(tmp_path, changes):
+    """A convolution or a state space reads its neighbours whatever their positions say."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    for name, layer_types in (("mixed", ["conv", "full_attention"]), ("attention", ["full_attention"] * 2)):
+        Lfm2Config(**sizes, **heads, layer_types=layer_types).save_pretrained(tmp_path / name)
+    mixed = str(tmp_path / "mixed")
+
+    def check(model, **more):
+        check_run(model, LowBitSFTConfig(**settings(tmp_path / "run", **more)), {})
+
+    with pytest.raises(ValueError, match="must be off for a lfm2: it has layers of type 'conv', which run on"):
+        check(mixed, **changes)
+
+    # Controls.
+    check(mixed)
+    check(mixed, packing=True, packing_strategy="wrapped")
+    check(mixed, quant_scheme="none", **changes)
+    check(str(tmp_path / "attention"), **changes)
+
+
 def test_a_merged_adapter_is_trained_and_the_merged_model_is_saved(dense_model, tmp_path):
     trainer = make(dense_model, tmp_path, peft_config=adapter())
     start = weights(trainer)
@@ -113,6 +168,39 @@ def test_data_without_the_columns_are_refused_before_a_model_loads(dense_model, 
         patch.setattr("trl.trainer.sft_trainer.create_model_from_path", lambda *_, **__: pytest.fail("it loaded"))
         with pytest.raises(ValueError, match=words):
             LowBitSFTTrainer(dense_model, LowBitSFTConfig(**changed), train_dataset=data)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_data_of_which_nothing_is_left_to_learn_are_refused(dense_model, tmp_path, packing, caplog):
+    """TRL (1.16) trains on packed ones with a loss of 0, and leaves out the others."""
+    some = Dataset.from_list([*pairs(6), *({"prompt": "1+1+1+1+1=", "completion": "5#"} for _ in range(2))])
+
+    with pytest.raises(ValueError, match="No row has a token to learn within max_length=6"):
+        make(dense_model, tmp_path / "none", some, max_length=6, packing=packing)
+
+    # Controls.
+    make(dense_model, tmp_path / "some", some, max_length=8, packing=packing)
+    assert ("2 of 8 rows are left out" in caplog.text) is not packing
+    caplog.clear()
+    make(dense_model, tmp_path / "all", some, max_length=16, packing=packing)
+    assert "left out" not in caplog.text
+
+
+@pytest.mark.parametrize("column", ["messages", "prompt"])
+def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense_model, tmp_path, column):
+    messages = [{"role": "user", "content": "1+1="}]
+    row = {"prompt": messages, "completion": messages} if column == "prompt" else {column: messages}
+
+    def check(data, **more):
+        args = LowBitSFTConfig(**settings(tmp_path / "run", **more))
+        check_run(dense_model, args, {"train_dataset": Dataset.from_list(data)})
+
+    with pytest.raises(ValueError, match="has messages, and the tokenizer has no chat template: set chat_template"):
+        check([row])
+
+    # Controls.
+    check([row], chat_template_path="somewhere.jinja")
+    check([{"prompt": "1+1=", "completion": "2"}])
 
 
 @pytest.mark.parametrize(

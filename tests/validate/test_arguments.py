@@ -2,10 +2,12 @@
 
 import pytest
 from configs import config
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import LowBitDistillationConfig, QaRLConfig, QaRLTrainer
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
 from qarl_trl.validate import arguments, check_arguments
 
 
@@ -43,6 +45,22 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     check_arguments("org/model", config(tmp_path), {})  # control
 
 
+@pytest.mark.parametrize(
+    ("changes", "reader", "good"),
+    [
+        ({"use_vllm": False}, "GenerationConfig", "stop_strings"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "SamplingParams", "stop"),
+    ],
+)
+def test_sampling_arguments_that_nothing_reads_are_refused(tmp_path, changes, reader, good):
+    misspelt = config(tmp_path, quant_scheme="FP8_DYNAMIC", generation_kwargs={"stop_stings": ["#"]}, **changes)
+    with pytest.raises(ValueError, match=rf"sets \['stop_stings'\], which .*{reader} does not have"):
+        check_arguments("org/model", misspelt, {})
+
+    well_spelt = config(tmp_path, quant_scheme="FP8_DYNAMIC", generation_kwargs={good: ["#"]}, **changes)
+    check_arguments("org/model", well_spelt, {})  # control
+
+
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(TypeError, match="for QaRLTrainer a QaRLConfig.*got dict"):
         check_arguments("no/such-model", {}, {})
@@ -60,6 +78,24 @@ def test_an_optimizer_of_bitsandbytes_needs_it(tmp_path, monkeypatch):
     check_arguments("no/such-model", args, {})
 
 
+def test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setattr(arguments, "get_available_reporting_integrations", lambda: ["trackio"])
+
+    with pytest.raises(ImportError, match="report_to='wandb' needs wandb, which is not installed: pip install wandb"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=tracked(tmp_path, ["trackio", "wandb"]))
+    with pytest.raises(ValueError, match=r"report_to must be one of .*wandb.* got 'wandbb'"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=tracked(tmp_path, "wandbb"))
+
+    # Controls.
+    for names in ("none", "trackio", ["trackio", "azure_ml"]):
+        check_arguments("org/model", tracked(tmp_path, names), {"reward_funcs": []})
+    check_arguments("org/model", tracked(tmp_path, "wandb"), {})  # a server
+
+
+def tracked(tmp_path, names):
+    return QaRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=names)
+
+
 def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, tiny_model):
     """At the end of the run `save_model` would have nowhere to write."""
     tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "low_bit")
@@ -75,6 +111,47 @@ def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, 
     check_arguments("no/such-model", config(tmp_path / "low_bit", quant_scheme="none"), {})
 
 
+def test_an_adapter_and_a_model_do_not_share_a_folder(tmp_path, tiny_model):
+    """transformers would load the adapter in place of the model beside it, and a push would share both."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
+    save_low_bit(model, None, tmp_path / "model")
+    get_peft_model(tiny_model(num_hidden_layers=1), lora).save_pretrained(tmp_path / "adapter")
+
+    for lora_base in ("merged", "frozen"):
+        args = config(tmp_path / "model", lora_base=lora_base)
+        with pytest.raises(ValueError, match=r"holds a model or a training checkpoint \(model\.safetensors\)"):
+            check_arguments("no/such-model", args, {"peft_config": lora})
+    with pytest.raises(ValueError, match=r"holds a LoRA adapter \(adapter_config\.json\)"):
+        check_arguments("no/such-model", config(tmp_path / "adapter"), {})
+    with pytest.raises(ValueError, match=r"holds a LoRA adapter \(adapter_config\.json\)"):
+        save_low_bit(model, None, tmp_path / "adapter")
+
+    # Controls: the next run of the same kind.
+    check_arguments("no/such-model", config(tmp_path / "model"), {})
+    check_arguments("no/such-model", config(tmp_path / "adapter"), {"peft_config": lora})
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "none"])
+def test_a_model_that_no_step_would_change_is_refused(tmp_path, tiny_model, scheme):
+    """With gradient checkpointing its loss has a gradient, and the run looks like training."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    args = config(tmp_path / "run", quant_scheme=scheme)
+    get_peft_model(tiny_model(num_hidden_layers=1), lora).save_pretrained(tmp_path / "adapter")
+
+    loaded = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter")
+    with pytest.raises(ValueError, match="No parameter of the model .PeftModel.* needs is_trainable=True"):
+        check_arguments(loaded, args, {})
+    frozen = tiny_model(num_hidden_layers=1).requires_grad_(False)
+    with pytest.raises(ValueError, match="No parameter of the model .Qwen3ForCausalLM. has requires_grad"):
+        check_arguments(frozen, args, {})
+
+    # Controls: something is trained.
+    trainable = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter", is_trainable=True)
+    check_arguments(trainable, args, {})
+    check_arguments(frozen, args, {"peft_config": lora})
+
+
 def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path, caplog):
     def warned(kwargs=None, **changes):
         caplog.clear()
@@ -88,3 +165,10 @@ def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path,
     assert not warned(beta=0.1, quantize_learner=False)
     assert not warned(beta=0.1, quant_scheme="none")
     assert not warned({"peft_config": LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")}, beta=0.1)
+
+    # In a distillation it chooses the divergence, 1.0 by default.
+    caplog.clear()
+    of_distillation = LowBitDistillationConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    assert of_distillation.beta == 1.0
+    check_arguments("org/model", of_distillation, {})
+    assert "reference model" not in caplog.text

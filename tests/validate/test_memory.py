@@ -3,8 +3,12 @@
 import psutil
 import pytest
 from configs import config
+from conftest import make_tokenizer
+from slow.toys import stored_tensors
+from toy_runs import adapter
+from trainers.runs import pairs, settings
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, QaRLTrainer
 from qarl_trl.validate import check_run, config_of, memory, skeleton
 from qarl_trl.validate.memory import available_memory, check_host_memory
 
@@ -30,6 +34,48 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, 
     # With FSDP one process reads the weights for all.
     monkeypatch.setattr(memory, "is_fsdp_enabled", lambda: True)
     check_host_memory(model_config, args)
+
+
+def test_a_teacher_loads_beside_the_model(tmp_path, monkeypatch, tiny_model):
+    model = str(tmp_path / "model")
+    tiny_model(num_hidden_layers=1).save_pretrained(model)
+    make_tokenizer().save_pretrained(model)
+    in_bfloat16 = str(tmp_path / "teacher")
+    tiny_model(num_hidden_layers=4).bfloat16().save_pretrained(in_bfloat16)
+
+    def refused(free, teacher=None, peft_config=None, **changes):
+        """What a distillation says on a machine with so many free bytes; `None` if it goes on to load."""
+        monkeypatch.setattr(memory, "available_memory", lambda: free)
+        values = settings(tmp_path / "run", distill_on="answers", max_completion_length=8) | changes
+        args = LowBitDistillationConfig(**values)
+        try:
+            LowBitDistillationTrainer(model, teacher, args, pairs(), peft_config=peft_config)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    of_model = 4 * parameters(model)
+    both = of_model + 2 * parameters(in_bfloat16)
+    words = "1 processes of this machine hold the model in float32 and its teacher in bfloat16."
+    assert words in refused(both - 1, in_bfloat16)
+    assert refused(both, in_bfloat16) is None  # control
+
+    # Its own start, and a teacher in another dtype than its checkpoint.
+    assert "the model in float32 and its teacher in float32." in refused(2 * of_model - 1)
+    assert refused(2 * of_model) is None
+    halved = {"teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    assert "its teacher in bfloat16." in refused(of_model + of_model // 2 - 1, **halved)
+    assert refused(of_model + of_model // 2, **halved) is None
+
+    # A base that teaches is one model; a frozen one loads in pieces, and its teacher does not.
+    assert refused(of_model, peft_config=adapter()) is None
+    assert "hold its teacher in float32." in refused(of_model - 1, peft_config=adapter(), lora_base="frozen")
+    assert refused(of_model, peft_config=adapter(), lora_base="frozen") is None
+
+
+def parameters(path):
+    """The number of parameters of a model on disk."""
+    return sum(tensor.numel() for tensor in stored_tensors(path).values())
 
 
 def test_free_memory_is_that_of_the_machine_or_its_control_group(tmp_path, monkeypatch):

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from ...methods import METHODS
 from ..plan.gpus import GPUS
-from . import FAIL, WARN, CheckResult
+from . import FAIL, OK, WARN, CheckResult
 
 
 def main(argv: Sequence[str]) -> None:
@@ -16,7 +17,7 @@ def main(argv: Sequence[str]) -> None:
     Print all sections. The exit code is 1 if a check failed.
 
     Args:
-        argv: Options of `qarl-trl doctor`; all others belong to the recipe, as for `qarl-trl train`.
+        argv: Options of `qarl-trl doctor`; all others belong to the recipe, as for the command that trains it.
 
     Raises:
         ValueError, OSError, ImportError: if the recipe, the data or a reward function cannot be read.
@@ -44,13 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="qarl-trl doctor",
         usage="qarl-trl doctor [--config FILE] [--key value ...]",
-        description="Check this machine and, with a recipe or keys of `qarl-trl train`, the run: settings, "
-        "data, rewards, and with a local model the log-prob mismatch (starts two engines, minutes).",
+        description="Check this machine and, with a recipe or keys of `qarl-trl train`, `sft`, `rloo` or `distill`, "
+        "the run: settings, data, rewards, and with a local model the mismatch of log-probs (starts two engines, "
+        "minutes).",
         epilog="Exit code: 0 fine, 1 a check failed, 2 bad use.",
         # What looks like the beginning of an option may be a key of the recipe.
         allow_abbrev=False,
     )
     parser.add_argument("--config", help="recipe; any of its keys may also be given here, as for `qarl-trl train`")
+    parser.add_argument(
+        "--trainer", choices=METHODS, help="which command trains the recipe (default: by the recipe's keys)"
+    )
     parser.add_argument("--gpu", choices=GPUS, help="check the run for such a GPU, which this machine need not have")
     parser.add_argument("--probe_prompts", type=int, default=8, help="prompts to measure the mismatch with (8)")
     return parser
@@ -90,7 +95,7 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
         return
 
     from ...rewards import load_rewards
-    from ...train import load_datasets, model_settings, parse
+    from ...train import choose_method, load_datasets, model_settings, parse
     from .measure import probe_mismatch
     from .rewards import check_rewards
     from .settings import check_for_gpu, check_settings, local_folder
@@ -98,18 +103,22 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
     argv = list(recipe_argv)
     if options.config:
         argv = ["--config", options.config, *argv]
-    script_args, args, model_args = parse(argv, any_device=True)
+    method, note = choose_method(argv, options.trainer)
+    script_args, args, model_args = parse(argv, any_device=True, method=method)
     # As the trainer gets them.
     args.model_init_kwargs = model_settings(args, model_args)
-    dataset, _ = load_datasets(script_args, with_eval=args.eval_strategy != "no")
-    rewards = load_rewards(script_args.reward_funcs)
+    dataset, _ = load_datasets(script_args, args.eval_strategy != "no", args, method)
     folder = local_folder(model_args.model_name_or_path, args.model_init_kwargs["revision"])
 
-    yield "Rewards", check_rewards(rewards, dataset)
+    if note:
+        yield "Recipe", iter([CheckResult(OK, "trainer", note)])
+    if method.has_rewards:
+        rewards = load_rewards(script_args.reward_funcs)
+        yield "Rewards", check_rewards(rewards, dataset)
 
     if options.gpu:
         # The other sections check this machine's devices and engine, which say nothing about that GPU.
-        yield f"One {options.gpu}", check_for_gpu(options.gpu, argv, args, dataset)
+        yield f"One {options.gpu}", check_for_gpu(options.gpu, argv, args, dataset, method)
         return
 
     yield "Settings", check_settings(folder, args, model_args, dataset)

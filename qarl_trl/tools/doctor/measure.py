@@ -83,6 +83,8 @@ def _why_not_measured(folder: str | None, args: QaRLConfig, dataset: Dataset) ->
         return "the model is quantized already"
     if num_experts(config) > 0:
         return "a mixture of experts"
+    if not hasattr(args, "use_vllm"):
+        return "nothing is sampled"
     if not args.use_vllm:
         return "use_vllm: false, so the learner samples itself"
     if len(dataset) == 0:

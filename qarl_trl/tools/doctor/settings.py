@@ -11,9 +11,10 @@ from datasets import Dataset
 from huggingface_hub import snapshot_download
 from trl import get_peft_config
 
-from ...config import QaRLConfig
+from ...methods import QARL, Method
 from ...quant.scheme import support_of
 from ...quant.supported import gpu_generation
+from ...trainers.teacher import loading_of_own_start, teacher_of_own_start
 from ...validate import check_arguments, check_data, check_run
 from ..plan.gpus import GPUS
 from ..plan.memory.advice import advise
@@ -42,13 +43,13 @@ def local_folder(name: str, revision: str | None = None) -> str | None:
         return None
 
 
-def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, dataset: Dataset) -> Iterator[CheckResult]:
+def check_settings(folder: str | None, args: Any, model_args: Any, dataset: Dataset) -> Iterator[CheckResult]:
     """
     Run the checks that the trainer makes before it loads the model.
 
     Args:
         folder: The model's folder. `None` checks all but its layers.
-        args: The settings of the run.
+        args: The settings of the run: a `QaRLConfig`, or that of another trainer.
         model_args: TRL's `ModelConfig` of the run.
         dataset: The training set.
 
@@ -58,30 +59,52 @@ def check_settings(folder: str | None, args: QaRLConfig, model_args: Any, datase
     # A copy, because later sections read the settings of the run.
     args = copy.copy(args)
     args.push_to_hub = False  # the trainer's check creates the repository
+    name = model_args.model_name_or_path
     trainer_arguments = {"peft_config": get_peft_config(model_args), "train_dataset": dataset}
+    if hasattr(args, "teacher_model_name_or_path"):
+        trainer_arguments["teacher_model"] = _teacher_of(folder or name, args, trainer_arguments["peft_config"])
 
     if folder is None:
-        name = model_args.model_name_or_path
         yield CheckResult(SKIPPED, "model", f"{name} is not on this machine: its layers were not checked")
         check_arguments(name, args, trainer_arguments)
         check_data(trainer_arguments, args)
     else:
         check_run(folder, args, trainer_arguments)
 
+    yield CheckResult(OK, "settings", _describe(args, dataset))
+
+
+def _teacher_of(model: str, args: Any, peft_config: Any) -> Any:
+    """The `teacher_model` of a distillation; may change how `args` load it."""
+    if args.teacher_model_name_or_path is not None:
+        return args.teacher_model_name_or_path
+    args.teacher_model_init_kwargs = loading_of_own_start(args)
+    return teacher_of_own_start(model, args, peft_config)
+
+
+def _describe(args: Any, dataset: Dataset) -> str:
+    """Scheme, loss and data of a run, and who samples for it."""
+    # RLOO and distillation have one loss.
+    loss = [args.loss_type] if hasattr(args, "loss_type") else []
+    if not hasattr(args, "max_completion_length") or getattr(args, "distill_on", "rollouts") != "rollouts":
+        return ", ".join([args.quant_name, *loss, f"{len(dataset)} rows, nothing is sampled"])
+
     engine = "vLLM" if args.use_vllm else "transformers (slow)"
-    text = f"{args.quant_name}, {args.loss_type}, {len(dataset)} prompts, rollouts by {engine}"
-    yield CheckResult(OK, "settings", text)
+    return ", ".join([args.quant_name, *loss, f"{len(dataset)} prompts", f"rollouts by {engine}"])
 
 
-def check_for_gpu(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Dataset) -> Iterator[CheckResult]:
+def check_for_gpu(
+    gpu: str, argv: Sequence[str], args: Any, dataset: Dataset, method: Method = QARL
+) -> Iterator[CheckResult]:
     """
     Check a run for one GPU that need not be here: schemes, memory, number of prompts.
 
     Args:
         gpu: A name in `GPUS`.
-        argv: The run, as options of `qarl-trl train`.
+        argv: The run, as options of the command that trains.
         args: Its settings.
         dataset: The training set.
+        method: What is trained.
 
     Raises:
         ValueError: if the dataset has too few prompts, or the run cannot be planned.
@@ -89,7 +112,7 @@ def check_for_gpu(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Data
     capability = GPUS[gpu].capability
     yield from _check_schemes(args, gpu_generation(capability))
 
-    advice = advise(argv, Hardware(gpus=1, memory=GPUS[gpu].memory))
+    advice = advise(argv, Hardware(gpus=1, memory=GPUS[gpu].memory), method)
     status = OK if fits(advice.run) else FAIL
     for line in verdict(advice.run, advice.together):
         yield CheckResult(status, "memory", line)
@@ -97,7 +120,7 @@ def check_for_gpu(gpu: str, argv: Sequence[str], args: QaRLConfig, dataset: Data
     check_data({"train_dataset": dataset}, args)
 
 
-def _check_schemes(args: QaRLConfig, generation: str | None) -> Iterator[CheckResult]:
+def _check_schemes(args: Any, generation: str | None) -> Iterator[CheckResult]:
     """Whether each scheme of a run has kernels on this generation of GPUs."""
     plan = args.quant_plan()
     if plan is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationConfig
@@ -15,6 +16,17 @@ from ...quant.scheme import describe_scheme
 from ...quant.source import weight_map
 from ...rollout.cpu_support import check_engine_cpu
 from ...rollout.vllm.platform import is_cpu_engine
+
+
+# Fields of a `config.json` that count something. With a 0 an engine fails long after it has started.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Path, Path | None]:
@@ -59,6 +71,48 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
     base, _ = find_checkpoint(*files.base_of(folder))
     files.check_base(folder, base)
     return base, folder
+
+
+def check_sizes(folder: Path, config: PretrainedConfig) -> None:
+    """
+    Refuse a model without layers, heads, positions and so on.
+
+    Args:
+        folder: The folder of the model, for the message.
+        config: The model's config, as it was loaded from the folder.
+
+    Raises:
+        ValueError: for the first field in `SIZES` that is 0 or less.
+    """
+    text_config = config.get_text_config()
+    for name in SIZES:
+        size = getattr(text_config, name, None)
+        # Some models have a list of sizes, or `None` where another field decides.
+        if isinstance(size, int) and size <= 0:
+            raise ValueError(f"{folder / 'config.json'}: {name} must be above 0, got {size}.")
+
+
+def check_vocabulary(folder: Path, config: PretrainedConfig, prompts: Iterable[Sequence[int]]) -> None:
+    """
+    Refuse prompts with tokens that the model does not have.
+
+    A tokenizer may know more tokens than its model: only those of the prompts count.
+
+    Args:
+        folder: The folder of the model, for the message.
+        config: The model's config, as it was loaded from the folder.
+        prompts: Token ids of each prompt.
+
+    Raises:
+        ValueError: for the largest token id, if it is at or above `vocab_size`.
+    """
+    size = config.get_text_config().vocab_size
+    largest = max((max(prompt, default=0) for prompt in prompts), default=0)
+    if largest >= size:
+        raise ValueError(
+            f"{folder / 'config.json'}: vocab_size is {size}, and the tokenizer makes token {largest} of a prompt. "
+            "One of the two is of another model."
+        )
 
 
 def check_complete(folder: Path) -> None:

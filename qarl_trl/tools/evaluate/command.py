@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     from transformers import AutoConfig, AutoTokenizer
 
     from ...rewards import load_rewards
-    from .checkpoint import check_complete, find_checkpoint, precision
+    from .checkpoint import check_complete, check_sizes, check_vocabulary, find_checkpoint, precision
     from .grade import reward_names, try_rewards
     from .sample import start_engine
     from .suites import find_suites
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     folder, adapter = find_checkpoint(options.model)
     # An adapter's folder has the tokenizer of the training, which may have another chat template than the base.
     config = AutoConfig.from_pretrained(folder)
+    check_sizes(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
     check_complete(folder)
     described = precision(config)
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     head = _head(options, described)
 
     problems = _load_problems(suites, tokenizer, options)
+    prompts = [problem["prompt_ids"] for rows in problems.values() for problem in rows]
+    check_vocabulary(folder, config, prompts)
     try_rewards(rewards, next(iter(problems.values()))[0])
     # A folder that cannot be written must not be found out after hours of sampling.
     output = _output_folder(options)
@@ -80,7 +83,14 @@ def make_parser() -> argparse.ArgumentParser:
         "model",
         help="model folder as `save_model` and `qarl-trl export` write it, adapter of a frozen base, or Hub id",
     )
-    add("--suite", nargs="+", required=True, help="math (the paper's six), names of docs/after_training.md, or files")
+    add(
+        "--suite",
+        nargs="+",
+        # Without it only the last of several options would count.
+        action="extend",
+        required=True,
+        help="math (the paper's six), names of docs/after_training.md, or files",
+    )
     add("--k", type=int, default=4, help="completions per problem (default: 4; the paper does not give its k)")
     add("--pass_at", type=int, nargs="+", help="the k of the pass@k to report, each at most --k (default: k)")
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6, paper Table 2)")

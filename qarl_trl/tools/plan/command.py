@@ -7,10 +7,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # These import only the standard library, so that `--help` is instant.
+from ...methods import METHODS, QARL, RLOO, Method
 from .gpus import GPUS
 from .memory import table as memory_table
 from .memory.moments import fits
 from .run import Hardware, Run
+
+
+# What samples in rollout batches and learns from advantages, of which the seconds are estimated.
+WITH_SECONDS = (QARL, RLOO)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -28,8 +33,17 @@ def main(argv: Sequence[str]) -> None:
     _check_options(args)
     recipe = ["--config", args.config, *overrides]
 
+    # Late, because it loads torch and transformers: `--help` and a wrong option have ended before.
+    from ...train import choose_method
+
+    method, note = choose_method(recipe, args.trainer)
+    if args.measured is not None and method not in WITH_SECONDS:
+        raise ValueError(f"--from corrects seconds, which plan does not estimate for {method.command}.")
+    if note:
+        print(note)
+
     # So that a script can ask before it rents a machine.
-    if not _print_plan(args, recipe):
+    if not _print_plan(args, recipe, method):
         raise SystemExit(1)
 
 
@@ -40,7 +54,8 @@ def _parser() -> argparse.ArgumentParser:
         "bfloat16 and in low bits, without loading a model. Other options override the recipe.",
         allow_abbrev=False,  # the start of an option's name may be a field of the recipe
     )
-    parser.add_argument("--config", required=True, help="recipe (.yaml), as for qarl-trl train")
+    parser.add_argument("--config", required=True, help="recipe (.yaml) of qarl-trl train, sft, rloo or distill")
+    parser.add_argument("--trainer", choices=METHODS, help="which of them trains it (default: by the recipe's keys)")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one GPU each (default: 1)")
     parser.add_argument("--gpu", choices=GPUS, help="GPU; A100 and H100 have 80 GB. Without one: memory on each")
     parser.add_argument("--memory", type=float, help="GiB of each GPU, for another type, or a part of one")
@@ -73,22 +88,22 @@ def _check_options(args: argparse.Namespace) -> None:
         raise ValueError("--from and --answer_tokens exclude each other: the log has the mean length of the answers.")
 
 
-def _print_plan(args: argparse.Namespace, recipe: Sequence[str]) -> bool:
+def _print_plan(args: argparse.Namespace, recipe: Sequence[str], method: Method) -> bool:
     """Print the plan of a recipe, and return whether it fits."""
-    # Late, because it loads torch and transformers: `--help` and a wrong option have ended before.
+    # Late as well.
     from .memory.advice import advise
 
     if args.gpu is None and args.memory is None:
         # No GPU is assumed: those of the list are shown instead.
         largest = max(gpu.memory for gpu in GPUS.values())
-        advice = advise(recipe, Hardware(args.gpus, largest, args.sharding))
+        advice = advise(recipe, Hardware(args.gpus, largest, args.sharding), method)
         _print(memory_table.for_each_gpu(advice.name, advice.run))
         return any(fits(memory_table.on_gpu(advice.run, name)) for name in GPUS)
 
     memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     hardware = Hardware(args.gpus, memory, args.sharding)
-    advice = advise(recipe, hardware)
-    seconds = _seconds(args, recipe, hardware, advice.run)
+    advice = advise(recipe, hardware, method)
+    seconds = _seconds(args, recipe, hardware, advice.run, method)
 
     _print(memory_table.table(advice.name, advice.run, advice.alone, advice.one_pass))
     _print(seconds)
@@ -101,8 +116,12 @@ def _print(lines: Iterable[str]) -> None:
         print(line)
 
 
-def _seconds(args: argparse.Namespace, recipe: Sequence[str], hardware: Hardware, run: Run) -> list[str]:
+def _seconds(
+    args: argparse.Namespace, recipe: Sequence[str], hardware: Hardware, run: Run, method: Method
+) -> list[str]:
     """Lines about seconds, if a GPU is named."""
+    if method not in WITH_SECONDS:
+        return [f"No seconds: those of {method.command} are not estimated."]
     if args.gpu is None:
         return ["No seconds: name a GPU with --gpu."]
     if not run.engine:
@@ -113,5 +132,5 @@ def _seconds(args: argparse.Namespace, recipe: Sequence[str], hardware: Hardware
     from .seconds.table import table
 
     gpu = GPUS[args.gpu]
-    comparison = compare(recipe, hardware, gpu, args.prompt_tokens, args.answer_tokens, args.measured)
+    comparison = compare(recipe, hardware, gpu, args.prompt_tokens, args.answer_tokens, args.measured, method)
     return list(table(comparison, args.gpu, gpu, args.gpus))

@@ -31,12 +31,13 @@ VARIANT = re.compile(r"-(Base|Instruct|Math|2507)(?=-|$)")
 _models: dict[str, nn.Module] = {}
 
 
-def read_config(name: str) -> PretrainedConfig:
+def read_config(name: str, field: str = "model_name_or_path") -> PretrainedConfig:
     """
     The unquantized config of a model. Downloads nothing.
 
     Args:
         name: A model folder, a model in the Hub's cache, or a model whose sizes are bundled.
+        field: The field of the recipe that names it, for the error.
 
     Raises:
         ValueError: if it is none of these.
@@ -44,14 +45,15 @@ def read_config(name: str) -> PretrainedConfig:
     # A user's own folder of that name comes first.
     sizes = BUNDLED.get(VARIANT.sub("", name))
     if sizes and not Path(name).exists():
-        return AutoConfig.for_model(**sizes)
+        # The checkpoints of all of them are in it.
+        return AutoConfig.for_model(**sizes, dtype="bfloat16")
 
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model_name_or_path={name!r} is not a folder with a config.json that transformers reads, and its "
+            f"{field}={name!r} is not a folder with a config.json that transformers reads, and its "
             f"sizes are not bundled ({', '.join(BUNDLED)}). Download its config.json and give that folder. "
             f"({reason})"
         ) from error

@@ -1,12 +1,14 @@
-"""Reads a recipe with further options of `qarl-trl train`: what the run of a user would be with a change."""
+"""Reads a recipe with further options of its command: what the run of a user would be with a change."""
 
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ...methods import QARL, Method
 from ...train import parse
 
 
@@ -29,30 +31,31 @@ def as_arguments(options: Options) -> list[str]:
 
 def as_text(options: Options) -> str:
     """
-    Options as a user pastes them after `qarl-trl train`.
+    Options as a user pastes them after the command that trains, `qarl-trl train`.
 
     Args:
         options: Fields and values.
     """
-    return " ".join(as_arguments(options))
+    return shlex.join(as_arguments(options))
 
 
-def read_settings(argv: Sequence[str], options: Options | None = None) -> tuple[Any, Any]:
+def read_settings(argv: Sequence[str], options: Options | None = None, method: Method = QARL) -> tuple[Any, Any]:
     """
     Read a recipe.
 
     Args:
-        argv: The command line of `qarl-trl train`, with the recipe.
+        argv: The command line of the command that trains, with the recipe.
         options: What overrides it.
+        method: What is trained.
 
     Returns:
-        The `QaRLConfig` and the `trl.ModelConfig`.
+        The config, for `qarl-trl train` a `QaRLConfig`, and the `trl.ModelConfig`.
 
     Raises:
-        ValueError: if `qarl-trl train` would refuse it.
+        ValueError: if the command that trains would refuse it.
     """
     # Any device: the GPUs that it is meant for are not here.
-    _, settings, model_args = parse([*argv, *as_arguments(options or {})], any_device=True)
+    _, settings, model_args = parse([*argv, *as_arguments(options or {})], any_device=True, method=method)
     return settings, model_args
 
 

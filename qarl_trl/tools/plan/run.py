@@ -16,7 +16,7 @@ FLOAT32 = 4  # bytes
 @dataclass(frozen=True)
 class Parameter:
     """
-    One parameter of the policy.
+    One parameter of the policy, or of a teacher.
 
     Attributes:
         name: Its name in the model.
@@ -73,6 +73,24 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """
+    What the student of a distillation learns from.
+
+    Attributes:
+        name: As a user knows it.
+        parameters: Those of a second model; empty if the base of the student's adapter teaches.
+        config: transformers' config of its language model.
+        positions: Most tokens of a row at which student and teacher are compared.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    config: Any
+    positions: int
+
+
+@dataclass(frozen=True)
 class Run:
     """
     A run in numbers.
@@ -96,6 +114,8 @@ class Run:
         ranks: GPUs of the learner, one process each.
         fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
         reference: Whether there is a second, frozen model for the KL term.
+        teacher: What the student of a distillation learns from; `None` for other trainers.
+        samples: Whether the run samples answers, with an engine or with transformers.
         cache_entry: Bytes of a number in the engine's key-value cache.
         eager: Whether the engine runs without CUDA graphs.
         accumulation: Micro-batches in an update, which share passes.
@@ -119,6 +139,8 @@ class Run:
     ranks: int = 1
     fsdp2: bool = False
     reference: bool = False
+    teacher: Teacher | None = None
+    samples: bool = True
     cache_entry: int = 2
     eager: bool = False
     accumulation: int = 1

@@ -11,9 +11,11 @@ from transformers import PretrainedConfig
 from ...quant.layers.experts import num_experts
 from ...quant.source import quantized_source
 from ...rollout.scheme_support import default_engine_kwargs
+from ...trainers.teacher import base_never_changes, check_own_start, loading_of_own_start
 from ...validate.kv_cache import check_cache_device
+from ...validate.teacher import check_same_vocabulary
 from .model import model_without_weights, parameters, read_config
-from .run import GIB, Hardware, Run
+from .run import GIB, Hardware, Run, Teacher
 from .seconds.batch import Batch
 
 
@@ -32,17 +34,19 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     The numbers of a run.
 
     Args:
-        settings: Its `QaRLConfig`.
+        settings: Its config: a `QaRLConfig`, or that of another trainer.
         model_args: Its `trl.ModelConfig`.
         hardware: The GPUs.
 
     Raises:
-        ValueError: if the run cannot work, or the model is unknown.
+        ValueError: if the run cannot work, or a model is unknown.
     """
     _check_numbers(hardware)
     gpus = hardware.gpus
-    engine = settings.vllm_mode if settings.use_vllm else ""
-    _check_engine_ranks(engine, settings.vllm_tensor_parallel_size, gpus)
+    # Supervised fine-tuning has none of the fields of an engine.
+    engine = settings.vllm_mode if settings.has_engine else ""
+    engine_ranks = settings.vllm_tensor_parallel_size if engine else 1
+    _check_engine_ranks(engine, engine_ranks, gpus)
     check_cache_device(settings, "cuda")
 
     # First, so that an unknown model is reported as one, and not by the error of what reads its files next.
@@ -66,24 +70,36 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         low_bit_forward=quantization is not None and settings.quantize_learner,
         memory=int(hardware.memory * GIB),
         rows=settings.per_device_train_batch_size,
-        tokens=settings.vllm_max_model_length or _longest_answer(settings) + PROMPT,
-        budget=settings.max_tokens_per_pass,
+        tokens=_longest_row(settings),
+        budget=getattr(settings, "max_tokens_per_pass", None),
         checkpointing=settings.gradient_checkpointing,
         compute=2 if settings.bf16 else 4,
         engine=engine,
-        utilization=settings.vllm_gpu_memory_utilization,
-        sleep=settings.vllm_enable_sleep_mode,
+        utilization=settings.vllm_gpu_memory_utilization if engine else 0.0,
+        sleep=bool(engine) and settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
         keeps_matrices=settings.quant_keep_matrices,
-        engine_ranks=settings.vllm_tensor_parallel_size,
+        engine_ranks=engine_ranks,
         ranks=gpus,
         fsdp2=fsdp2,
-        # Without its adapter a PeftModel is its own reference.
-        reference=settings.beta > 0 and adapter is None,
+        reference=_has_reference(settings, adapter),
+        teacher=_teacher_of(name, config, settings, adapter, fsdp2),
+        samples=_samples(settings),
         accumulation=settings.gradient_accumulation_steps,
         cache_entry=1 if settings.has_low_bit_cache else 2,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
     )
+
+
+def _longest_row(settings: Any) -> int:
+    """Most tokens of a row, prompt and answer together; `ValueError` if nothing limits it."""
+    # Supervised fine-tuning has rows and no answers.
+    if not hasattr(settings, "max_completion_length"):
+        if settings.max_length is None:
+            raise ValueError("plan needs the longest row: set max_length, got null.")
+        return settings.max_length
+
+    return settings.vllm_max_model_length or _longest_answer(settings) + PROMPT
 
 
 def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_tokens: float | None) -> Batch:
@@ -91,7 +107,7 @@ def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_token
     The rollout batch of a run.
 
     Args:
-        settings: Its `QaRLConfig`.
+        settings: Its config: a `QaRLConfig`, or that of RLOO.
         gpus: Processes of the learner.
         prompt_tokens: Mean tokens of a prompt; `None`: assumed.
         answer_tokens: Mean tokens of an answer; `None`: assumed.
@@ -102,7 +118,6 @@ def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_token
     longest = _longest_answer(settings)
     answers = gpus * settings.per_device_train_batch_size * settings.steps_per_generation
     passes = settings.steps_per_generation * settings.num_iterations
-    corrects = settings.use_vllm and settings.vllm_importance_sampling_correction
     return Batch(
         answers=answers,
         prompts=max(1, answers // settings.num_generations),
@@ -112,9 +127,64 @@ def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_token
         micro_batches=settings.steps_per_generation,
         iterations=settings.num_iterations,
         updates=max(1, passes // settings.gradient_accumulation_steps),
-        # TRL's condition.
-        has_old=corrects or settings.gradient_accumulation_steps % passes != 0,
+        has_old=_has_old(settings, passes),
     )
+
+
+def _has_old(settings: Any, passes: int) -> bool:
+    """Whether TRL computes the log-probs before the updates by a forward of its own."""
+    corrects = getattr(settings, "vllm_importance_sampling_correction", None)
+    if corrects is None:  # RLOO always does
+        return True
+    return (settings.use_vllm and corrects) or settings.gradient_accumulation_steps % passes != 0
+
+
+def _samples(settings: Any) -> bool:
+    """Whether a run samples answers. Supervised fine-tuning does not, nor does a distillation on given ones."""
+    return hasattr(settings, "max_completion_length") and getattr(settings, "distill_on", "rollouts") == "rollouts"
+
+
+def _has_reference(settings: Any, adapter: Any) -> bool:
+    """Whether there is a second model for a KL penalty; without its adapter a PeftModel is its own reference."""
+    # The `beta` of a distillation chooses its divergence.
+    has_penalty = hasattr(settings, "num_generations") and settings.beta > 0
+    return has_penalty and adapter is None
+
+
+def _teacher_of(name: str, config: PretrainedConfig, settings: Any, adapter: Any, fsdp2: bool) -> Teacher | None:
+    """
+    What the student of a distillation learns from; `None` for other trainers.
+
+    Args:
+        name: The student's name.
+        config: Its config.
+        settings: The config of the run.
+        adapter: The adapter's `peft.PeftConfig`, if any.
+        fsdp2: Whether FSDP2 shards the run on the GPUs that it is meant for.
+    """
+    if not hasattr(settings, "teacher_model_name_or_path"):
+        return None
+
+    positions = _longest_answer(settings)
+    named = settings.teacher_model_name_or_path
+    loading = settings.teacher_model_init_kwargs or {}
+    if named is None:
+        check_own_start(name, settings)
+        if settings.from_checkpoint:
+            raise ValueError("teacher_model_name_or_path is missing: a quantized checkpoint has nothing to teach.")
+        if base_never_changes(settings, adapter) and not fsdp2:
+            return Teacher("the base of the adapter", (), config.get_text_config(), positions)
+        loading = loading_of_own_start(settings)
+
+    # Also for a run's own start: the config that the student was made of has the dtype of the student.
+    of_teacher = read_config(named or name, "teacher_model_name_or_path")
+    check_same_vocabulary(of_teacher, config)
+    # As the trainer loads it: in the dtype of the checkpoint.
+    dtype = loading.get("dtype")
+    if dtype in (None, "auto"):
+        dtype = of_teacher.dtype or "float32"
+    model = model_without_weights(of_teacher, dtype)
+    return Teacher(named or "its own start", parameters(model, ""), of_teacher.get_text_config(), positions)
 
 
 def _longest_answer(settings: Any) -> int:
@@ -154,7 +224,7 @@ def _quantization_of(name: str, settings: Any) -> QuantizationConfig | None:
 
 def _optimizer_of(settings: Any) -> str:
     """TRL's `optim`, or `"muon"`."""
-    if settings.optim_muon:
+    if getattr(settings, "optim_muon", False):
         return "muon"
     return settings.optim.value
 

@@ -88,6 +88,7 @@ def stopped(capsys, *argv):
         (["--conversational", "perhaps"], "--conversational"),
         (["--reward_funcs", "no_such_module.reward"], "reward_funcs"),
         (["--reward_funcs", "math_reward", "math_reward"], "different names"),
+        (["--suite", "math500"], "--suite has 'math500' twice"),
     ],
 )
 def test_wrong_options_are_one_line(capsys, argv, field):
@@ -104,6 +105,43 @@ def test_wrong_options_are_one_line(capsys, argv, field):
 )
 def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, models, sums, model, message):
     assert message in stopped(capsys, str(models / model), "--suite", sums)
+
+
+def with_config(folder, models, model, **changes):
+    """A copy of a model with other fields in its `config.json`."""
+    shutil.copytree(models / model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize("model", ["plain", "w4a16"])
+@pytest.mark.parametrize("name", ["num_attention_heads", "max_position_embeddings", "num_key_value_heads"])
+def test_a_model_without_heads_or_positions_is_refused_before_the_engine(capsys, models, sums, tmp_path, model, name):
+    folder = with_config(tmp_path / "empty", models, model, **{name: 0})
+
+    line = stopped(capsys, str(folder), "--suite", sums)
+
+    assert f"{folder}/config.json: {name} must be above 0, got 0." in line
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_engine(capsys, models, sums, tmp_path):
+    folder = with_config(tmp_path / "small", models, "plain", vocab_size=3)
+
+    line = stopped(capsys, str(folder), "--suite", sums)
+
+    tokens = make_tokenizer()("0+0=3")["input_ids"]
+    assert f"{folder}/config.json: vocab_size is 3, and the tokenizer makes token {max(tokens)} of a prompt." in line
+
+
+def test_a_tokenizer_may_know_more_tokens_than_its_model_if_no_prompt_has_them(models, sums, tmp_path, engine_calls):
+    size = max(make_tokenizer()("0123+=")["input_ids"]) + 1
+    assert size < len(make_tokenizer())
+    folder = with_config(tmp_path / "small", models, "plain", vocab_size=size)
+
+    evaluate(folder, sums)
+
+    assert engine_calls.folders[0] == folder
 
 
 def test_what_was_not_checked_is_said(capsys, models, tmp_path):

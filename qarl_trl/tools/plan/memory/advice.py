@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....methods import QARL, Method
 from ..recipe import Options, quiet, read_settings
 from ..run import Hardware, Run
 from ..settings import run_of
@@ -37,7 +38,7 @@ class Advice:
     What `qarl-trl plan` knows of the memory of a run.
 
     Attributes:
-        name: The model and its scheme.
+        name: The model and its scheme, and what is trained if it is not QaRL.
         run: The run of the recipe.
         alone: Each lever alone; empty for a run that fits on several GPUs.
         together: Levers that together make the run fit, for the user to choose from; empty for a run that fits.
@@ -51,23 +52,24 @@ class Advice:
     one_pass: Trial | None = None
 
 
-def advise(argv: Sequence[str], hardware: Hardware) -> Advice:
+def advise(argv: Sequence[str], hardware: Hardware, method: Method = QARL) -> Advice:
     """
     Estimate the memory of a run, and look for levers that save some.
 
     Args:
-        argv: The options of `qarl-trl train`.
+        argv: The recipe, as options of the command that trains.
         hardware: The GPUs.
+        method: What is trained.
 
     Raises:
         ValueError: if the run cannot work, or its model is unknown.
     """
 
     def run_with(options: Options) -> Run:
-        return run_of(*read_settings(argv, options), hardware)
+        return run_of(*read_settings(argv, options, method), hardware)
 
     # First and not quietly: what is wrong with the recipe itself is raised, and its warnings are logged.
-    settings, model_args = read_settings(argv)
+    settings, model_args = read_settings(argv, method=method)
     run = run_of(settings, model_args, hardware)
 
     alone: list[Trial] = []
@@ -80,10 +82,14 @@ def advise(argv: Sequence[str], hardware: Hardware) -> Advice:
 
         # On one GPU even if the run fits: memory that is saved allows longer rows or a larger model.
         if hardware.gpus == 1 or not fits(run):
-            alone = try_each_alone(levers_to_compare(model_args.use_peft), run_with)
+            alone = try_each_alone(levers_to_compare(model_args.use_peft, run, settings), run_with)
         if not fits(run):
             together = _combinations_that_fit(alone, settings, run_with)
-    return Advice(f"{model_args.model_name_or_path}, {settings.quant_name}", run, alone, together, one_pass)
+
+    name = f"{model_args.model_name_or_path}, {settings.quant_name}"
+    if method is not QARL:
+        name = f"{method.command}: {name}"
+    return Advice(name, run, alone, together, one_pass)
 
 
 def try_each_alone(levers: Sequence[Lever], run_with: RunWith) -> list[Trial]:

@@ -9,8 +9,9 @@ gives out.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from ..run import FLOAT32, Parameter, Run
+from ..run import FLOAT32, Parameter, Run, Teacher
 
 
 # Size of the one tile of logits in memory, tokens by vocabulary, in TRL's `kernels/chunked_logprob.py`, which never
@@ -21,6 +22,9 @@ TILE = (4096, 32768)
 GRADIENT_SHARE = 0.3
 # The same where it dequantizes quantized inputs.
 GRADIENT_SHARE_OF_QUANTIZED_INPUTS = 0.9
+# Bytes of a layer's tensors in a forward without gradients, as a share of the bytes that one with gradients saves.
+# Measured as the others.
+SHARE_WITHOUT_GRADIENTS = 0.65
 
 
 # Activations --------------------------------------------------------------------------------------------------------
@@ -225,8 +229,62 @@ def backward_work(run: Run) -> int:
 def _head_work(run: Run) -> int:
     """Bytes of the fused head: float32 gradients of its input and of its weight, and a tile of logits."""
     tokens = rows_of_pass(run) * run.tokens
-    tile = min(tokens, TILE[0]) * TILE[1] * run.compute
+    entry = run.compute
+    if run.teacher is not None:
+        tokens = rows_of_pass(run) * run.teacher.positions
+        # `kernels/chunked_divergence.py`, with a tile of the same size: the logits of student and teacher in float32,
+        # and their gradient in the dtype of the forward.
+        entry = 2 * FLOAT32 + (run.compute if run.compute != FLOAT32 else 0)
+
+    tile = min(tokens, TILE[0]) * TILE[1] * entry
     return FLOAT32 * run.config.hidden_size * (tokens + run.config.vocab_size) + tile
+
+
+def compared_states(run: Run) -> int:
+    """
+    Bytes of the last hidden states of student and teacher that a distillation's loss keeps for its backward.
+
+    Args:
+        run: The run.
+    """
+    if run.teacher is None:
+        return 0
+
+    teacher = _of_teacher(run, run.teacher)
+    of_a_token = run.residual * run.config.hidden_size + teacher.residual * teacher.config.hidden_size
+    return run.rows * run.teacher.positions * of_a_token
+
+
+def teacher_work(run: Run) -> int:
+    """
+    Bytes of the temporary tensors in the forward of a teacher, beside what its student has saved.
+
+    Args:
+        run: The run.
+    """
+    if run.teacher is None:
+        return 0
+
+    teacher = _of_teacher(run, run.teacher)
+    of_a_layer = run.rows * run.tokens * SHARE_WITHOUT_GRADIENTS * layer_saved(teacher)
+    largest = _largest_entries(teacher)
+    if run.fsdp2 and run.teacher.parameters:
+        # Two layers, in the dtype of the forward.
+        by_layer: dict[str, int] = {}
+        for parameter in teacher.in_layers:
+            by_layer[parameter.layer] = by_layer.get(parameter.layer, 0) + parameter.entries
+        return int(of_a_layer + 2 * run.compute * max(by_layer.values()))
+
+    # The copy of a matrix that autocast makes.
+    has_casts = any(parameter.size != run.compute for parameter in teacher.in_layers)
+    return int(of_a_layer + (run.compute * largest if has_casts else 0))
+
+
+def _of_teacher(run: Run, teacher: Teacher) -> Run:
+    """The teacher of a run, in whose forward nothing is in low bits."""
+    # Without a second model it is the student, whose base has its master weights.
+    parameters = teacher.parameters or run.parameters
+    return replace(run, parameters=parameters, config=teacher.config, low_bit_forward=False)
 
 
 def _layer_work(run: Run) -> float:

@@ -22,6 +22,24 @@ def master_bytes(run: Run) -> int:
     return sum(run.local_entries(parameter) * parameter.size for parameter in run.parameters)
 
 
+def teacher_bytes(run: Run) -> int:
+    """
+    Bytes of a teacher on each GPU; 0 without one, or if the base of the student's adapter teaches.
+
+    Args:
+        run: The run.
+    """
+    if run.teacher is None:
+        return 0
+
+    weights = run.teacher.parameters
+    total = sum(run.local_entries(parameter) * parameter.size for parameter in weights)
+    if run.fsdp2:
+        # Those outside the layers, of which FSDP2 keeps the gathered copies after a forward without a backward.
+        total += sum(run.compute * parameter.entries for parameter in weights if not parameter.layer)
+    return total
+
+
 def trained_bytes(run: Run) -> int:
     """
     Bytes of the gradients on each GPU, and of each moment of the optimizer.
@@ -85,4 +103,10 @@ def host_bytes(run: Run) -> int:
 
     # Of a frozen base low-bit tensors load. The paged moments come later, when the loaded model is on the GPU.
     loaded = sum(parameter.entries * parameter.size or parameter.stored for parameter in run.parameters)
-    return copies * max(loaded, optimizer_state(run, paged=True))
+    size = copies * max(loaded, optimizer_state(run, paged=True))
+
+    if run.teacher is not None:
+        # Beside the student: TRL loads both before either is on its GPU. No adapter freezes a teacher's base.
+        copies = 1 if run.fsdp2 else min(run.ranks, MACHINE)
+        size += copies * sum(parameter.entries * parameter.size for parameter in run.teacher.parameters)
+    return size

@@ -1,13 +1,14 @@
-"""Settings of `qarl-trl train` that save memory."""
+"""Settings of a recipe that save memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..recipe import Options, as_text
-from ..run import Run
+from ..run import BFLOAT16, Run
 from .backward import passes_of_micro_batch, rows_of_pass
 
 
@@ -28,7 +29,7 @@ class Lever:
 
     @property
     def text(self) -> str:
-        """Its options, as a user pastes them after `qarl-trl train`."""
+        """Its options, as a user pastes them after the command that trains."""
         return as_text(self.options)
 
 
@@ -66,15 +67,51 @@ def adapter_levers(uses_adapter: bool) -> list[Lever]:
     ]
 
 
-def levers_to_compare(uses_adapter: bool) -> list[Lever]:
+def levers_to_compare(uses_adapter: bool, run: Run, settings: Any) -> list[Lever]:
     """
     The levers of the table, which takes each alone.
 
     Args:
         uses_adapter: Whether the recipe has an adapter.
+        run: The run.
+        settings: The config of its recipe.
     """
     optimizers = [ADAMW_8BIT, PAGED_ADAMW_8BIT]
-    return [SLEEP_MODE, GRADIENT_CHECKPOINTING, *optimizers, *adapter_levers(uses_adapter), LIGER]
+    levers = [SLEEP_MODE, GRADIENT_CHECKPOINTING, *optimizers, *adapter_levers(uses_adapter), LIGER]
+    return [*_of_config(levers, settings), *teacher_in_bfloat16(run, settings)]
+
+
+def _of_config(levers: Iterable[Lever], settings: Any) -> list[Lever]:
+    """The levers whose options a config has. Where it has no Muon, there is none to turn off."""
+    known = {field.name for field in fields(settings)}
+    # The adapter and the dtype are of TRL's `ModelConfig`, which every recipe has.
+    known |= LORA_OPTIONS.keys() - {"optim_muon"}
+
+    fitting = []
+    for lever in levers:
+        options = dict(lever.options)
+        if "optim_muon" not in known:
+            options.pop("optim_muon", None)
+        if options.keys() <= known:
+            fitting.append(replace(lever, options=options))
+    return fitting
+
+
+def teacher_in_bfloat16(run: Run, settings: Any) -> list[Lever]:
+    """
+    A teacher of 2 bytes a weight, where it has more; nothing for others.
+
+    Args:
+        run: The run.
+        settings: The config of its recipe.
+    """
+    weights = run.teacher.parameters if run.teacher is not None else ()
+    if all(parameter.size <= BFLOAT16 for parameter in weights):
+        return []
+
+    # What else the recipe sets there stays.
+    loading = (settings.teacher_model_init_kwargs or {}) | {"dtype": "bfloat16"}
+    return [Lever("teacher in bfloat16", {"teacher_model_init_kwargs": json.dumps(loading)})]
 
 
 def levers_to_combine(run: Run, settings: Any) -> list[Lever]:
@@ -83,14 +120,15 @@ def levers_to_combine(run: Run, settings: Any) -> list[Lever]:
 
     Args:
         run: The run.
-        settings: The `QaRLConfig` of its recipe.
+        settings: The config of its recipe.
     """
     one_row_a_pass = Lever("one row in a pass", {"max_tokens_per_pass": str(run.tokens)})
 
-    levers = [SLEEP_MODE, GRADIENT_CHECKPOINTING, one_row_a_pass, *smaller_micro_batches(run.rows, settings)]
+    levers = [SLEEP_MODE, *teacher_in_bfloat16(run, settings), GRADIENT_CHECKPOINTING, one_row_a_pass]
+    levers += smaller_micro_batches(run.rows, settings)
     if not run.has_adapter:  # whose optimizer state is small
         levers += [ADAMW_8BIT, PAGED_ADAMW_8BIT]
-    return levers
+    return _of_config(levers, settings)
 
 
 def smaller_micro_batches(rows: int, settings: Any) -> list[Lever]:
@@ -99,7 +137,7 @@ def smaller_micro_batches(rows: int, settings: Any) -> list[Lever]:
 
     Args:
         rows: Rows of a micro-batch now.
-        settings: The `QaRLConfig` of the recipe.
+        settings: The config of the recipe.
     """
     levers = []
     for parts in range(2, rows + 1):
@@ -110,8 +148,9 @@ def smaller_micro_batches(rows: int, settings: Any) -> list[Lever]:
         options = {
             "per_device_train_batch_size": str(rows // parts),
             "gradient_accumulation_steps": str(parts * settings.gradient_accumulation_steps),
-            "steps_per_generation": str(parts * settings.steps_per_generation),
         }
+        if hasattr(settings, "steps_per_generation"):
+            options["steps_per_generation"] = str(parts * settings.steps_per_generation)
         levers.append(Lever(f"micro-batches of {rows // parts} rows", options))
     return levers
 
@@ -122,7 +161,7 @@ def one_pass_a_micro_batch(run: Run, settings: Any) -> Lever | None:
 
     Args:
         run: The run.
-        settings: The `QaRLConfig` of its recipe.
+        settings: The config of its recipe.
 
     Returns:
         `None` if micro-batches are one pass now.

@@ -1,5 +1,5 @@
 """
-What is in the memory of each GPU at the two moments with the highest peaks: a rollout, and a backward.
+What is in the memory of each GPU at the moments with the highest peaks: a rollout, and a backward.
 
 A weight sync takes less than a rollout, and an optimizer step at most about as much as a backward. tests/tools/plan
 and tests/slow compare the formulas with real tensors.
@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..run import GIB, Run
-from .backward import activations, backward_work, gradients_between_passes
+from .backward import activations, backward_work, compared_states, gradients_between_passes, teacher_work
 from .engine import ENGINE_WORK, cache_bytes, cache_tokens, engine_weights
-from .learner import master_bytes, optimizer_state, trained_bytes
+from .learner import master_bytes, optimizer_state, teacher_bytes, trained_bytes
 
 
 # Bytes of CUDA's context, NCCL, fragments of torch's allocator, and the CUDA graphs of a sleeping engine. Assumed, not
@@ -40,7 +40,8 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
         run: The run.
 
     Returns:
-        For `"rollout"` and `"backward"` the bytes of each item, without items of size 0.
+        For `"rollout"`, unless the run samples nothing, and `"backward"` the bytes of each item, without items of size
+        0.
     """
     always = _always_there(run)
     engine = _awake_engine(run)
@@ -48,7 +49,8 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
         "gradients": trained_bytes(run),
         "gradients between passes": gradients_between_passes(run),
         "activations": activations(run),
-        "work of a layer or the head": backward_work(run),
+        "compared hidden states": compared_states(run),
+        "work of a layer or the head": max(backward_work(run), teacher_work(run)),
     }
 
     if not run.frozen:  # a weight sync after an optimizer step makes new values, which have no matrices yet
@@ -59,7 +61,10 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
     backward = rollout | update
     if run.sleep:  # a sleeping engine has given its memory back
         backward = always | update
-    return {"rollout": _without_zeros(rollout), "backward": _without_zeros(backward)}
+    at_moment = {"rollout": _without_zeros(rollout), "backward": _without_zeros(backward)}
+    if not run.samples:
+        del at_moment["rollout"]
+    return at_moment
 
 
 def _always_there(run: Run) -> dict[str, int]:
@@ -76,6 +81,8 @@ def _always_there(run: Run) -> dict[str, int]:
         sizes["dequantized matrices"] = kept_matrices(run)
     if run.reference:
         sizes["reference model"] = master_weights
+    if run.teacher is not None:
+        sizes["teacher"] = teacher_bytes(run)
     if run.ranks > 1 and not run.fsdp2:  # DDP copies gradients into buckets to reduce them
         sizes["buckets of DDP"] = trained_bytes(run)
     sizes["reserve (assumed)"] = RESERVE

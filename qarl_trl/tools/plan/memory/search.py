@@ -30,7 +30,7 @@ class Fitting:
 
     @property
     def text(self) -> str:
-        """The options, as a user pastes them after `qarl-trl train`."""
+        """The options, as a user pastes them after the command that trains."""
         return as_text(self.options)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..gpus import GPUS
-from ..run import GIB, Run
+from ..run import GIB, Run, Teacher
 from .backward import passes_of_micro_batch
 from .engine import cache_tokens, synced_bytes
 from .learner import host_bytes
@@ -76,11 +76,15 @@ def _heading(name: str, run: Run) -> Iterator[str]:
     # Each once, in the order of the model.
     optimizers = dict.fromkeys(parameter.optimizer for parameter in run.parameters if parameter.trained)
     micro_batch = f"{run.rows} rows of {run.tokens} tokens"
-    yield f"micro-batch: {micro_batch}; max_tokens_per_pass: {run.budget}; optimizer: {', '.join(optimizers)}"
+    # Only QaRL's passes have a limit. Other trainers pad rows, or pack them to their longest.
+    limit = "" if run.budget is None else f"max_tokens_per_pass: {run.budget}; "
+    yield f"micro-batch: {micro_batch}; {limit}optimizer: {', '.join(optimizers)}"
+    if run.teacher is not None:
+        yield _teacher_line(run.teacher)
 
     host = host_bytes(run) / GIB
-    synced = synced_bytes(run) / GIB
-    yield f"host memory of a machine: {host:.0f} GiB; a sync moves {synced:.2f} GiB"
+    sync = f"; a sync moves {synced_bytes(run) / GIB:.2f} GiB" if run.engine else ""
+    yield f"host memory of a machine: {host:.0f} GiB{sync}"
 
     if run.engine:
         yield _engine_line(run)
@@ -90,6 +94,15 @@ def _sharding(run: Run) -> str:
     if run.ranks == 1:
         return "one GPU"
     return "FSDP2" if run.fsdp2 else "DDP"
+
+
+def _teacher_line(teacher: Teacher) -> str:
+    if not teacher.parameters:
+        return f"teacher: {teacher.name}, without a second model"
+
+    entries = sum(parameter.entries for parameter in teacher.parameters)
+    size = sum(parameter.entries * parameter.size for parameter in teacher.parameters) / entries
+    return f"teacher: {teacher.name}, {entries / 1e9:.2f} billion parameters of {size:g} bytes"
 
 
 def _engine_line(run: Run) -> str:
@@ -106,9 +119,9 @@ def _memory_of_each_gpu(run: Run) -> Iterator[str]:
     yield "\n" + _row("GiB on each GPU (estimated)", at_moment)
 
     # Moments share most items. Each item has one row, where it first comes; an empty cell where it is not there.
-    names = dict.fromkeys([*at_moment["rollout"], *at_moment["backward"]])
+    names = dict.fromkeys(name for sizes in at_moment.values() for name in sizes)
     for name in names:
-        yield _row(name, [at_moment["rollout"].get(name, ""), at_moment["backward"].get(name, "")])
+        yield _row(name, [sizes.get(name, "") for sizes in at_moment.values()])
     yield _row("sum", peaks(run).values())
 
 
@@ -124,15 +137,21 @@ def _between_passes(run: Run, one_pass: Trial) -> str:
 
 
 def _comparison(run: Run, alone: Sequence[Trial]) -> Iterator[str]:
-    """A row for each lever: the peaks with it, what a sync moves, the host memory, and its options."""
-    yield "\n" + _row("each alone", [*moments(run), "sync moves", "host"])
+    """A row for each lever: the peaks with it, what a sync moves if there is one, the host memory, and its options."""
+    columns = [*moments(run)]
+    if run.engine:
+        columns.append("sync moves")
+    yield "\n" + _row("each alone", [*columns, "host"])
 
     for trial in alone:
         if trial.run is None:
             yield f"{_row(trial.lever.name, [])}  {trial.refusal}"
             continue
 
-        sizes = [*peaks(trial.run).values(), synced_bytes(trial.run), host_bytes(trial.run)]
+        sizes = [*peaks(trial.run).values()]
+        if run.engine:
+            sizes.append(synced_bytes(trial.run))
+        sizes.append(host_bytes(trial.run))
         yield f"{_row(trial.lever.name, sizes)}  {trial.lever.text}"
 
 

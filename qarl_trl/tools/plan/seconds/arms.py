@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ....methods import QARL, Method
 from ....quant.scheme import support_of
 from ....quant.supported import gpu_generation
 from ...report.runs import read_run
@@ -67,22 +69,24 @@ def compare(
     prompt_tokens: float | None = None,
     answer_tokens: float | None = None,
     measured_run: Path | None = None,
+    method: Method = QARL,
 ) -> Comparison:
     """
     Estimate a rollout batch of each arm.
 
     Args:
-        argv: The recipe, as options of `qarl-trl train`.
+        argv: The recipe, as options of the command that trains.
         hardware: The GPUs.
         gpu: What the data sheet says of one.
         prompt_tokens: Mean tokens of a prompt; `None`: assumed.
         answer_tokens: Mean tokens of an answer; `None`: as measured, or assumed.
         measured_run: Folder of a run of this recipe, to whose times the estimates are fitted.
+        method: What is trained: QaRL or RLOO.
 
     Raises:
         ValueError: if the recipe cannot work, or the folder is not that of such a run.
     """
-    settings, model_args = read_settings(argv)
+    settings, model_args = read_settings(argv, method=method)
     run = run_of(settings, model_args, hardware)
     batch = batch_of(settings, hardware.gpus, prompt_tokens, answer_tokens)
 
@@ -101,7 +105,7 @@ def compare(
     arms = {}
     with quiet():
         for name, options in arms_of(settings).items():
-            arms[name] = _arm(argv, options, hardware, gpu, batch, factors)
+            arms[name] = _arm(partial(read_settings, argv, options, method), hardware, gpu, batch, factors)
 
     assumed = []
     if prompt_tokens is None:
@@ -116,7 +120,7 @@ def arms_of(settings: Any) -> dict[str, Options]:
     The options of each arm, by its name: neighbours differ in one thing.
 
     Args:
-        settings: The `QaRLConfig` of the recipe.
+        settings: The config of the recipe.
     """
     scheme = settings.quant_name
     if scheme == "none":
@@ -135,10 +139,10 @@ def arms_of(settings: Any) -> dict[str, Options]:
     }
 
 
-def _arm(argv: Sequence[str], options: Options, hardware: Hardware, gpu: Gpu, batch: Batch, factors: Parts) -> Arm:
-    """One arm, or why there is none."""
+def _arm(read: Callable[[], Any], hardware: Hardware, gpu: Gpu, batch: Batch, factors: Parts) -> Arm:
+    """One arm, whose settings `read` gives, or why there is none."""
     try:
-        settings, model_args = read_settings(argv, options)
+        settings, model_args = read()
         run = run_of(settings, model_args, hardware)
     except ValueError as error:
         return Arm(note=f"refused: {str(error).splitlines()[0]}")

@@ -1,0 +1,53 @@
+"""`qarl_trl.LowBitRLOOTrainer`: rewards that would train on nothing, or on numbers that are none."""
+
+import math
+
+import pytest
+from slow.toys import distinct_characters, prompts
+
+from qarl_trl import LowBitRLOOConfig, LowBitRLOOTrainer
+from trainers.runs import losses, settings
+
+
+def make(model, folder, reward):
+    args = LowBitRLOOConfig(
+        **settings(folder, max_completion_length=8, num_generations=2, steps_per_generation=1, beta=0.0, max_steps=1)
+    )
+    return LowBitRLOOTrainer(model, reward, args, train_dataset=prompts())
+
+
+def raises(completions, **_):
+    raise KeyError("no such answer")
+
+
+def is_infinite(completions, **_):
+    return [math.inf] * len(completions)
+
+
+def gives_none(completions, **_):
+    return [None] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (raises, "no such answer"),
+        (is_infinite, "The reward function 'is_infinite' gave an infinite reward"),
+        (gives_none, "No completion of a rollout batch got a reward: gives_none gave None for all 4"),
+    ],
+)
+def test_a_wrong_reward_stops_the_run(dense_model, tmp_path, reward, words):
+    with pytest.raises((KeyError, ValueError), match=words):
+        make(dense_model, tmp_path, reward).train()
+
+
+def test_rewards_are_those_of_trl(dense_model, tmp_path):
+    trainer = make(dense_model, tmp_path, distinct_characters)
+    rows = [{"prompt": "1+1="}] * 4
+    answers = ["1", "12", "121", "1213"]
+
+    rewards = trainer._calculate_rewards(rows, [row["prompt"] for row in rows], answers, [[3]] * 4)
+
+    assert rewards.flatten().tolist() == [1, 2, 2, 3]
+    trainer.train()
+    assert len(losses(trainer)) == 1
