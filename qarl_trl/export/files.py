@@ -107,6 +107,27 @@ def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_generation_config(folder: str | os.PathLike) -> None:
+    """
+    Refuse a damaged `generation_config.json`: transformers would do without it, and so lose end tokens.
+
+    Args:
+        folder: A model's folder. One without this file, or that does not exist, is not refused.
+
+    Raises:
+        ValueError: if the file is no JSON object.
+    """
+    path = Path(folder, "generation_config.json")
+    if not path.is_file():
+        return
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}. Copy or download it again, or delete it.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}.")
+
+
 def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> None:
     """
     Write the name and a digest of the frozen base beside a LoRA adapter.

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     from ..export import check_target, check_writable, save_low_bit
     from ..export.card import write_card
     from ..export.card_facts import base_facts
-    from ..export.files import check_apart, tensor_shapes
+    from ..export.files import check_apart, check_generation_config, tensor_shapes
     from ..quant import apply_quantization
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ..quant.source import check_index
@@ -70,6 +70,7 @@ def main(argv: Sequence[str]) -> None:
     tensor_shapes(args.checkpoint)
     check_index(Path(args.checkpoint))
     for folder in (args.checkpoint, source.base):
+        check_generation_config(folder)
         check_apart(args.output, "output", folder)
     check_writable(args.output, "output")
     check_target(args.output)

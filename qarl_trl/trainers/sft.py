@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyarrow.compute as pc
 from accelerate.logging import get_logger
 from datasets import Dataset
 from trl import SFTTrainer
@@ -64,8 +63,4 @@ class LowBitSFTTrainer(LowBitMixin, SFTTrainer):
 
 def _has_labels(data: Dataset) -> bool:
     """Whether any token of a prepared data set is learned. It reads up to the first one."""
-    for batch in data.with_format("arrow").iter(batch_size=1000):
-        labels = pc.list_flatten(batch["labels"])
-        if pc.any(pc.not_equal(labels, MASKED)).as_py():
-            return True
-    return False
+    return any(label != MASKED for row in data.with_format(None) for label in row["labels"])

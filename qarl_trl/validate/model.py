@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from ..export.files import check_generation_config
 from ..quant.names import architecture_of
 from .types import RunSettings
 
@@ -29,8 +30,13 @@ def config_of(model: str | nn.Module, args: RunSettings) -> PretrainedConfig:
 
     Returns:
         A config without `quantization_config`, which the caller may change.
+
+    Raises:
+        OSError: if there is no such model.
+        ValueError: for files that cannot be read.
     """
     if isinstance(model, str):
+        check_generation_config(model)
         config = AutoConfig.from_pretrained(model, **loading_arguments(args))
     else:
         config = copy.deepcopy(model.config)

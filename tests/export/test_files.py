@@ -1,6 +1,7 @@
 """Folders and weights are tried before any work, and what is shared may be read as the umask says."""
 
 import os
+import shutil
 
 import pytest
 from slow.toys import save_model
@@ -45,6 +46,27 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_the_model_loa
     with pytest.raises(OSError, match="output_dir=.*file.*must be a folder that can be written"):
         make(model, file)
     assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(("content", "words"), [('{"eos_token_id": [1,', "is damaged"), ("[1]", "must hold a JSON")])
+def test_a_damaged_generation_config_is_refused_by_each_command(model, tmp_path, capsys, content, words):
+    """transformers would go on without the end tokens in it."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    (damaged / "generation_config.json").write_text(content)
+    suite = tmp_path / "sums.jsonl"
+    suite.write_text('{"problem": "1+1=", "answer": "2"}\n')
+
+    with pytest.raises(ValueError, match=rf"generation_config\.json {words}"):
+        make(str(damaged), tmp_path / "run")
+    for argv in (["export", str(damaged), str(tmp_path / "out")], ["eval", str(damaged), "--suite", str(suite)]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(argv)
+        assert f"generation_config.json {words}" in capsys.readouterr().err
+
+    # Control: a model may have none.
+    (damaged / "generation_config.json").unlink()
+    make(str(damaged), tmp_path / "run")
 
 
 def test_a_sync_folder_that_cannot_be_written_is_refused_before_the_model_loads(model, file, tmp_path, no_loading):

@@ -201,12 +201,12 @@ def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
 
 def _shards_and_copies(model: torch.nn.Module) -> tuple[int, int]:
     """Bytes of a model's shards in this process under FSDP2, and of the gathered copies that are there too."""
+    # The last norm and the output layer have one state.
+    states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     shards = 0
     copies = 0
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+    for state in states:
+        for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 shards += parameter._sharded_param_data.nbytes
                 copies += sum(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
@@ -250,6 +250,7 @@ def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, t
         # As `qarl-trl plan` counts them: a teacher in bfloat16 stays in it, and some of it stays gathered.
         counted = _counted_teacher(model, processes=2)
         assert sum(first["sizes"]) == sum(second["sizes"]) == counted
+        assert min(first["sizes"]) > 0
 
     # Every process has the teacher as it was read, although only the first one reads it.
     for process in (first, second):
@@ -279,6 +280,7 @@ def _train_frozen(kind: str, model: str, folder: str, fsdp: bool) -> dict[str, A
     if kind == "rloo":
         # Beside an engine. The penalty asks the base without its adapter.
         changes = {"max_steps": 2, "steps_per_generation": 1, "beta": 0.05, "learner_ops": "stock", "bf16": True}
+        changes["quant_scheme"] = "FP8_DYNAMIC"  # whose engine runs on any CPU
         trainer = _make("rloo-frozen", model, Path(folder), **changes)
     else:
         values = {
@@ -337,8 +339,9 @@ def test_two_processes_train_an_adapter_beside_a_frozen_base_under_fsdp2(kind, t
 
     one, two = run(True)
     assert one["losses"] == two["losses"]
-    for name in ("adapter", "after", "before"):
-        assert same(one[name], two[name])
+    assert same(one["adapter"], two["adapter"])
+    # Before they are sharded, only the first process has the embeddings.
+    assert same(one["after"], two["after"])
     assert one["adapter"]
     assert same(one["before"], one["after"])
     assert any(array.any() for name, array in one["adapter"].items() if "lora_B" in name)  # control: it has moved

@@ -98,6 +98,7 @@ def test_the_engine_of_a_frozen_base_takes_an_adapter(capsys, recipe):
     assert additional["adapter"]["max_lora_rank"] == 16
 
 
+@pytest.mark.avx512
 def test_an_fp8_cache_is_the_servers(capsys, recipe):
     assert server_options(capsys, recipe, "--kv_cache_dtype", "fp8")["--kv-cache-dtype"] == "fp8"
     assert "--kv-cache-dtype" not in server_options(capsys, recipe)  # control

@@ -6,6 +6,7 @@ from configs import config
 from transformers import DeepseekV3Config, Gemma2Config, Gemma3Config, MistralConfig, Qwen3Config, Qwen3NextConfig
 
 from qarl_trl import QaRLTrainer
+from qarl_trl.rollout.cpu_support import why_no_engine
 from qarl_trl.validate import kv_cache
 from qarl_trl.validate.kv_cache import check_kv_cache
 
@@ -87,6 +88,8 @@ def test_on_a_gpu_the_cache_is_unaligned_by_name_only(tmp_path, monkeypatch):
 
 
 def test_a_cpu_without_avx512_is_refused(tmp_path, monkeypatch):
+    # conftest.py may have replaced it.
+    monkeypatch.setattr("qarl_trl.rollout.cpu_support.why_no_engine", why_no_engine)
     monkeypatch.setattr("qarl_trl.rollout.cpu_support.cpu_flags", lambda: frozenset({"avx2", "f16c", "fma"}))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 

@@ -42,7 +42,8 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
 
     Raises:
         FileNotFoundError: if the folder holds no model.
-        ValueError: for an adapter without a frozen base, or with the wrong base.
+        ValueError: for an adapter without a frozen base, or with the wrong base, and for a damaged
+            `generation_config.json`.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
@@ -56,6 +57,7 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
         if not any(folder.glob(needed)):
             raise FileNotFoundError(f"{folder} is no model: it has no {needed}.")
     if not is_adapter:
+        files.check_generation_config(folder)
         return folder, None
 
     has_frozen_base = (folder / files.BASE_CONFIG).is_file()

@@ -176,9 +176,13 @@ def test_eight_gpus_have_a_teacher_each_or_shards_of_one():
     lora = moments(run_of(DISTILL, "distill", *LORA, gpus=8))["backward"]
 
     assert ddp["teacher"] == 2 * SMALL
-    # All dimensions are multiples of 8. The embedding stays gathered, in bfloat16.
+    # All dimensions are multiples of 8. The output layer, which is the embedding, stays gathered in bfloat16.
     assert sharded["teacher"] == 2 * SMALL // 8 + 2 * OUTSIDE_LAYERS
     assert lora["teacher"] == sharded["teacher"]
+    # Control: an embedding that is none of it does not. Qwen3-8B has two matrices of 151,936 x 4,096.
+    apart = ["--model_name_or_path", "Qwen/Qwen3-8B"]
+    large = moments(run_of(DISTILL, "distill", *apart, gpus=8))["backward"]
+    assert large["teacher"] == 2 * 8_190_735_360 // 8 + 2 * (151_936 * 4096 + 4096)
     assert "teacher" not in moments(run_of(DISTILL, "distill", *LORA, gpus=8, sharding="ddp"))["backward"]
 
 

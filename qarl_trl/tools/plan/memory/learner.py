@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..run import FLOAT32, Parameter, Run
 
 
@@ -35,9 +37,16 @@ def teacher_bytes(run: Run) -> int:
     weights = run.teacher.parameters
     total = sum(run.local_entries(parameter) * parameter.size for parameter in weights)
     if run.fsdp2:
-        # Those outside the layers, of which FSDP2 keeps the gathered copies after a forward without a backward.
-        total += sum(run.compute * parameter.entries for parameter in weights if not parameter.layer)
+        total += sum(run.compute * parameter.entries for parameter in _last_of_all(weights))
     return total
+
+
+def _last_of_all(weights: Sequence[Parameter]) -> list[Parameter]:
+    """The norm after the layers and the output layer: FSDP2 keeps their gathered copies after a lone forward."""
+    outside = [parameter for parameter in weights if not parameter.layer]
+    # An embedding that is no output layer is the first of two.
+    embeddings = [parameter for parameter in outside if len(parameter.shape) > 1][:-1]
+    return [parameter for parameter in outside if parameter not in embeddings]
 
 
 def trained_bytes(run: Run) -> int:

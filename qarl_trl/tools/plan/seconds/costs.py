@@ -53,9 +53,10 @@ class Costs:
     sync_rounded: float = 1.7e-3  # a matrix with rounded inputs; fitted: 0.40 s of the same (H200)
     sync_adapter: float = 0.60e-3  # a factor beside a frozen base; fitted: 0.30 s of 504 (H200)
     sync_expert: float = 0.17e-3  # a matrix of an expert, bfloat16; measured on a Xeon
-    sync_stack: float = (
-        1.0e-3  # the matrices of all experts of a layer in low bits, one projection; measured on a Xeon
-    )
+    # The matrices of all experts for one projection of a layer, in a model with low bits; of packed ones 4.5 ms are
+    # Marlin's Python for each expert. Measured on an EPYC, times 0.48: the Xeon's share of its time for one by one.
+    sync_stack: float = 0.5e-3
+    sync_packed_stack: float = 5.0e-3
     sync_copies: float = 6.0  # how often a synced byte is read or written on the way; counted
 
     # Learner: launching ---------------------------------------------------------------------------------------------

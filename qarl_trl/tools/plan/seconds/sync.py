@@ -44,7 +44,7 @@ def _sync_seconds_of(parameter: Parameter, stacked: bool, costs: Costs) -> float
     if is_expert(parameter):
         projections = 2 if "gate_up" in parameter.name else 1
         if stacked:
-            return projections * costs.sync_stack
+            return projections * (costs.sync_packed_stack if kind_of(parameter) == "packed" else costs.sync_stack)
         return projections * parameter.shape[0] * costs.sync_expert
 
     seconds = {"plain": costs.sync_tensor, "packed": costs.sync_packed, "rounded": costs.sync_rounded}

@@ -262,10 +262,11 @@ def test_a_frozen_base_is_synced_only_to_an_engine_that_lost_it():
 
 
 def test_a_sync_of_experts_counts_matrices_or_stacks_of_them():
-    costs = replace(FREE, sync_expert=1.0, sync_stack=100.0)
+    costs = replace(FREE, sync_expert=1.0, sync_packed_stack=100.0, sync_stack=10.0)
 
     assert sync_seconds(run_of("Qwen/Qwen3-30B-A3B"), ROUND, costs) == 48 * 128 * 3
     assert sync_seconds(run_of("Qwen/Qwen3-30B-A3B", "W4A16"), ROUND, costs) == 48 * 3 * 100
+    assert sync_seconds(run_of("Qwen/Qwen3-30B-A3B", "FP8_DYNAMIC"), ROUND, costs) == 48 * 3 * 10
 
 
 # Measured on an H200 ------------------------------------------------------------------------------------------------
