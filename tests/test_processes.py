@@ -91,10 +91,11 @@ def test_death_by_a_signal_is_named_within_seconds_and_takes_what_it_started_alo
 
 def test_limit_ends_what_hangs_with_all_it_started(tmp_path):
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match="a step: no result within 2 s"):
-        in_fresh_process("a step", leave_a_process_and_hang, tmp_path / "pid", limit_s=2)
+    # Long enough for a process to start on a busy machine.
+    with pytest.raises(TimeoutError, match="a step: no result within 10 s"):
+        in_fresh_process("a step", leave_a_process_and_hang, tmp_path / "pid", limit_s=10)
 
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 40
     assert gone(int((tmp_path / "pid").read_text()))
 
 

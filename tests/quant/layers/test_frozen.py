@@ -147,6 +147,8 @@ def adapter_product_of_engine(x, lora_A, lora_B):
     return y
 
 
+# Without AVX-512 an operation of torch adds up in another order: 1 of 49,664 results was one rounding apart.
+@pytest.mark.avx512
 @pytest.mark.skipif(NO_ENGINE is not None, reason=str(NO_ENGINE))
 @pytest.mark.parametrize("rank", [1, 4, 8, 12, 64])
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 512), (896, 128), (1536, 576)])
