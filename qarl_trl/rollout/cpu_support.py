@@ -44,8 +44,8 @@ def why_no_engine(flags: frozenset[str], machine: str, four_bits: bool = False, 
     """
     reason = _why_not("AVX2", AVX2, "another machine or a GPU", flags, machine)
     if reason is None and four_bits:
-        # FP8_DYNAMIC needs only AVX2, which this CPU has.
-        alternatives = "FP8_DYNAMIC, another machine or a GPU"
+        # These need only AVX2, which this CPU has.
+        alternatives = "FP8_DYNAMIC, W8A8 or W4A8, another machine or a GPU"
         reason = _why_not("AVX-512 for W4A16", AVX512, alternatives, flags, machine)
     if reason is None and fp8_cache:
         alternatives = "kv_cache_dtype: auto, another machine or a GPU"

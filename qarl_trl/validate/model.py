@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,13 +38,25 @@ def config_of(model: str | nn.Module, args: RunSettings) -> PretrainedConfig:
     """
     if isinstance(model, str):
         check_generation_config(model)
-        config = AutoConfig.from_pretrained(model, **loading_arguments(args))
+        config = _config_of_name(model, args)
     else:
         config = copy.deepcopy(model.config)
 
     # The learner's model is never one of transformers' quantized models: it has master weights.
     vars(config).pop("quantization_config", None)
     return config
+
+
+def _config_of_name(model: str, args: RunSettings) -> PretrainedConfig:
+    """The config of a folder or of a model on the Hub."""
+    try:
+        return AutoConfig.from_pretrained(model, **loading_arguments(args))
+    except OSError as error:
+        if Path(model).exists():
+            raise
+        # Without the Hub transformers says that it cannot connect, and neither what for nor that there is no folder.
+        reason = str(error).splitlines()[0]
+        raise OSError(f"model {model!r} is no folder here, and the Hub did not give it: {reason}") from error
 
 
 def skeleton(config: PretrainedConfig, args: RunSettings) -> nn.Module:

@@ -42,6 +42,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     file = Path(options.output_dir or folders[0]).expanduser() / "report.html"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
+
+    for run in runs:
+        judgements = judge(run)
+        print(f"{run.name}: {headline(judgements)}")
+        for judgement in judgements:
+            if judgement.level != "good":
+                print(f"  {MARKS[judgement.level]} {judgement.text}. {judgement.advice}".rstrip())
     print(f"written to {file}")
 
 

@@ -113,6 +113,18 @@ def test_each_picture_has_the_colour_of_the_first_run(hostile_page):
         assert coloured.sum() > 100
 
 
+def test_the_verdict_is_printed_too(tmp_path, capsys):
+    """For a run on a machine without a browser."""
+    run = write_run(tmp_path / "a", log(**{"quant/flip_frac": 0.4}))
+
+    cli.main(["report", str(run)])
+
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("a: ")
+    assert any("learning_rate" in line for line in said[1:-1])
+    assert said[-1] == f"written to {run / 'report.html'}"
+
+
 def test_advice_is_a_link_to_the_docs(tmp_path):
     run = write_run(tmp_path / "a", log(**{"quant/flip_frac": 0.4}))
     site = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]
