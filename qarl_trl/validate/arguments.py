@@ -54,7 +54,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
     # A server reports nothing, and its machine may lack the tracker.
-    if trainer_arguments:
+    if "model" in trainer_arguments:
         _check_trackers(args)
     _check_numbers(args)
     _check_trainable(model, trainer_arguments)

@@ -88,8 +88,9 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_lo
 
     # Controls.
     for names in ("none", "trackio", ["trackio", "azure_ml"]):
-        check_arguments("org/model", tracked(tmp_path, names), {"reward_funcs": []})
-    check_arguments("org/model", tracked(tmp_path, "wandb"), {})  # a server
+        check_arguments("org/model", tracked(tmp_path, names), {"model": "org/model"})
+    # A server, which gets the adapter alone.
+    check_arguments("org/model", tracked(tmp_path, "wandb"), {"peft_config": LoraConfig(target_modules=["q_proj"])})
 
 
 def tracked(tmp_path, names):
