@@ -35,7 +35,7 @@ class Loaded:
     Attributes:
         calls: Number of calls of vLLM's loader of experts in each sync.
         differing: Tensors of the engine that differ afterwards.
-        differing_exchanged: The same after stacks whose first two experts were exchanged.
+        differing_exchanged: The same after stacks whose experts were exchanged.
     """
 
     calls: tuple[int, int]
@@ -85,8 +85,8 @@ def calls_of_expert_loaders(engine: Engine, sync: Callable[[], None]) -> int:
 
 
 def exchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A stack whose first two experts have changed their places."""
-    return tensor[[1, 0, 2, 3]] if ".*." in name else tensor
+    """A stack whose experts have changed their places, so that every rank gets others."""
+    return tensor[[3, 2, 1, 0]] if ".*." in name else tensor
 
 
 def differing_tensors(expected: dict[str, torch.Tensor], engine: Engine) -> list[str]:
