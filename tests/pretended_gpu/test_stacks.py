@@ -14,7 +14,7 @@ from slow.isolated import isolated, isolated_group
 
 from qarl_trl.quant.supported import GPU_GENERATIONS
 
-from .engine import Engine, make_learner
+from .engine import WHOLE_TILES, Engine, make_learner
 from .test_reload import EXPERTS, HOPPER, SCHEMES, same, stream_of
 
 
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 STACKED = [scheme for scheme in SCHEMES if scheme not in ("NVFP4A16", "none")]
 # Tensors of a layer of experts in `conftest.KINDS`: those of each projection, without the shape of `up_proj`.
 CALLS = {"W4A16": 8, "W4A16_ASYM": 11, "W8A16": 8, "W8A8": 6, "FP8_DYNAMIC": 6, "FP8_BLOCK": 6}
+# Two ranks have whole groups and blocks of each expert.
+SIZES = {**WHOLE_TILES, "moe_intermediate_size": 256}
 LAYERS = 2
 EXPERTS_OF_LAYER = 4
 
@@ -44,12 +46,11 @@ class Loaded:
 
 
 def load_both_ways(
-    folder: str, scheme: str, capability: tuple[int, int] = HOPPER, expert_parallel: bool = True, **settings: Any
+    folder: str, scheme: str, capability: tuple[int, int] = HOPPER, expert_parallel: bool = True
 ) -> Loaded:
-    """`settings`: more arguments of `apply_quantization`."""
     from qarl_trl.quant import iter_low_bit_weights
 
-    learner = make_learner(EXPERTS, scheme, **settings)
+    learner = make_learner(EXPERTS, scheme, SIZES)
     engine = Engine(folder, learner, capability, expert_parallel)
     one_by_one = {name: tensor.clone() for name, tensor in iter_low_bit_weights(learner)}
     stacks = stream_of(learner)
