@@ -14,7 +14,7 @@ from slow.isolated import isolated, isolated_group
 
 from qarl_trl.quant.supported import GPU_GENERATIONS
 
-from .engine import Engine, make_learner
+from .engine import WHOLE_TILES, Engine, make_learner
 from .test_reload import EXPERTS, HOPPER, SCHEMES, same, stream_of
 
 
@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 STACKED = [scheme for scheme in SCHEMES if scheme not in ("NVFP4A16", "none")]
 # Tensors of a layer of experts in `conftest.KINDS`: those of each projection, without the shape of `up_proj`.
 CALLS = {"W4A16": 8, "W4A16_ASYM": 11, "W8A16": 8, "W8A8": 6, "FP8_DYNAMIC": 6, "FP8_BLOCK": 6}
+# Two ranks have whole groups and blocks of each expert.
+SIZES = {**WHOLE_TILES, "moe_intermediate_size": 256}
 LAYERS = 2
 EXPERTS_OF_LAYER = 4
 
@@ -35,7 +37,7 @@ class Loaded:
     Attributes:
         calls: Number of calls of vLLM's loader of experts in each sync.
         differing: Tensors of the engine that differ afterwards.
-        differing_exchanged: The same after stacks whose first two experts were exchanged.
+        differing_exchanged: The same after stacks whose experts were exchanged.
     """
 
     calls: tuple[int, int]
@@ -44,12 +46,11 @@ class Loaded:
 
 
 def load_both_ways(
-    folder: str, scheme: str, capability: tuple[int, int] = HOPPER, expert_parallel: bool = True, **settings: Any
+    folder: str, scheme: str, capability: tuple[int, int] = HOPPER, expert_parallel: bool = True
 ) -> Loaded:
-    """`settings`: more arguments of `apply_quantization`."""
     from qarl_trl.quant import iter_low_bit_weights
 
-    learner = make_learner(EXPERTS, scheme, **settings)
+    learner = make_learner(EXPERTS, scheme, SIZES)
     engine = Engine(folder, learner, capability, expert_parallel)
     one_by_one = {name: tensor.clone() for name, tensor in iter_low_bit_weights(learner)}
     stacks = stream_of(learner)
@@ -85,8 +86,8 @@ def calls_of_expert_loaders(engine: Engine, sync: Callable[[], None]) -> int:
 
 
 def exchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A stack whose first two experts have changed their places."""
-    return tensor[[1, 0, 2, 3]] if ".*." in name else tensor
+    """A stack whose experts have changed their places, so that every rank gets others."""
+    return tensor[[3, 2, 1, 0]] if ".*." in name else tensor
 
 
 def differing_tensors(expected: dict[str, torch.Tensor], engine: Engine) -> list[str]:
