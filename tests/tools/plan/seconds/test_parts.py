@@ -388,6 +388,7 @@ def test_every_constant_counts_in_some_run(field):
         run_of("Qwen/Qwen2.5-1.5B", "W4A16", lora=True, frozen=True),
         replace(experts, parameters=muon),
         run_of("Qwen/Qwen3-30B-A3B", "W4A16", utilization=0.6),
+        run_of("Qwen/Qwen3-30B-A3B", "FP8_DYNAMIC", utilization=0.6),
     ]
     slower = replace(COSTS, **{field: getattr(COSTS, field) * 3})
     batch = batch_of(updates=2)
