@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -52,6 +53,33 @@ def test_a_table_that_is_not_of_the_cells_is_replaced(tmp_path):
     real_table.put_tables(page, {mark: "| a |"})
 
     assert page.read_text() == f"before\n{mark}| a |\n<!-- end -->\nafter\n"
+
+
+def score_of(arm: str, seed: int, model: str, greedy: bool = False) -> float:
+    """Percent right of a cell in groups of 64."""
+    return statistics.fmean(real_table.shares(real_table.read_cell("g64", arm, seed), model, greedy))
+
+
+def test_figures_in_sentences_are_those_of_the_cells():
+    """Those of docs/ that stand in no table."""
+    results = (ROOT / "docs" / "results.md").read_text()
+    learners = (ROOT / "docs" / "which_learner.md").read_text()
+
+    gains = {True: [], False: []}
+    for arm in ("rollout-only GRPO", "rollout-only GRPO, TRL default", "QaRL GRPO"):
+        for model in ("masters", "low_bit", "gptq"):
+            for greedy, gained in gains.items():
+                before = score_of("before training", 2, model, greedy)
+                gained.append(score_of(arm, 3, model, greedy) - before)
+    sampled, greedily = statistics.fmean(gains[False]), statistics.fmean(gains[True])
+    assert f"gained {sampled:.1f} points on sampled answers, and {greedily:.1f} on greedy ones" in results
+
+    between_seeds = score_of("QaRL GRPO", 2, "masters") - score_of("QaRL GRPO", 3, "masters")
+    assert f"two seeds of QaRL GRPO are {between_seeds:.1f} apart in bfloat16" in results
+
+    frozen = score_of("QaRL TBPO, LoRA beside a frozen base", 0, "low_bit")
+    whole = score_of("QaRL TBPO", 0, "low_bit")
+    assert f"{frozen:.1f} (TBPO, one seed, another start: QaRL with all weights {whole:.1f})" in learners
 
 
 def cells_without_a_commit(files: list[Path], commits: set[str]) -> list[str]:
