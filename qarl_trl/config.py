@@ -157,9 +157,9 @@ def _check_tbpo(args: QaRLConfig) -> None:
         raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the tbpo_* fields.")
     if args.torch_compile:
         raise ValueError(
-            "torch_compile, which torch_compile_backend and torch_compile_mode also set, must be False with "
-            "loss_type='tbpo': a compiled forward rounds otherwise in training than "
-            "where it scored the rollout (4 % of an answer's ratio beside an FP8 engine), and the bands are narrower."
+            "torch_compile must be False with loss_type='tbpo' (torch_compile_backend and torch_compile_mode set it, "
+            "too): a compiled forward rounds otherwise in training than where it scored the rollout (4 % of an "
+            "answer's ratio beside an FP8 engine), and the bands are narrower."
         )
 
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
