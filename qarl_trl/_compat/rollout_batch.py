@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from .construction import ENGINE_HOME, trl_module
+from .construction import ENGINE_HOME
 
 
 # TRL's module as a name, because importing it imports vLLM.
@@ -97,7 +97,23 @@ def extracted_by(extract: Callable[..., Any]) -> AbstractContextManager:
     return patch(f"{ENGINE_HOME}.extract_logprobs", extract)
 
 
-def ungathered_rewards(trainer_class: type) -> AbstractContextManager:
+def home_of_rewards(trainer_class: type) -> str | None:
+    """
+    The module of TRL whose `_calculate_rewards` a trainer has, if it is that of GRPO or RLOO.
+
+    Of other trainers some have a method of their own (SDPO in TRL 1.16), which gathers in another way: `None`.
+
+    Args:
+        trainer_class: A subclass of a trainer of TRL with rewards.
+    """
+    for ancestor in trainer_class.__mro__:
+        if ancestor.__module__.startswith("trl.") and "_calculate_rewards" in vars(ancestor):
+            is_known = ancestor.__name__ in ("GRPOTrainer", "RLOOTrainer")
+            return ancestor.__module__ if is_known else None
+    return None
+
+
+def ungathered_rewards(home: str) -> AbstractContextManager:
     """
     Make `_calculate_rewards` of TRL's GRPO and RLOO return the rewards of this process only.
 
@@ -105,6 +121,6 @@ def ungathered_rewards(trainer_class: type) -> AbstractContextManager:
     raised. If the module no longer has that name, this raises `AttributeError`.
 
     Args:
-        trainer_class: A subclass of one of the two.
+        home: The module, from [`home_of_rewards`].
     """
-    return patch(f"{trl_module(trainer_class)}.gather", lambda rewards: rewards)
+    return patch(f"{home}.gather", lambda rewards: rewards)

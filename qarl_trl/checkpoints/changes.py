@@ -345,7 +345,9 @@ def rows_per_update(settings: Mapping[str, Any], world_size: int) -> float:
     """
     rows = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * world_size
     # Of a prompt there are several completions, and a rollout batch may be used several times.
-    return rows / (settings.get("num_generations", 1) * settings.get("num_iterations", 1))
+    # TRL has trainers that leave the first unset.
+    completions = settings.get("num_generations") or 1
+    return rows / (completions * settings.get("num_iterations", 1))
 
 
 def refuses(change: Change, within_batch: bool, with_deepspeed: bool) -> str | None:

@@ -188,7 +188,9 @@ class CheckpointMixin:
             ValueError: if the folder is a training checkpoint, to which other weights do not belong.
         """
         path = Path(output_dir or self.args.output_dir)
-        if self._incoming is None and (path / MANIFEST).exists():
+        # Others also call a file so.
+        is_checkpoint = (path / MANIFEST).exists() and (path / TRAINER_STATE_NAME).exists()
+        if self._incoming is None and is_checkpoint:
             raise ValueError(
                 f"{path} is a training checkpoint: its optimizer would not belong to the weights that are saved now. "
                 "Use another folder."

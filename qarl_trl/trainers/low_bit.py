@@ -18,7 +18,7 @@ from trl.distributed import DistributedBackend
 
 from .. import guards
 from .._compat.construction import construction, streams_its_weights, trl_module
-from .._compat.rollout_batch import ungathered_rewards
+from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
 from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
 from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
@@ -79,12 +79,12 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             choose_arithmetic()
 
         # Everything that can be refused is refused here, before anything loads.
-        source = check_run(model, args, arguments)
-        if args.quantized and streams_its_weights(type(self)):
+        if isinstance(args, LowBitConfig) and args.quantized and streams_its_weights(type(self)):
             raise ValueError(
                 f"{type(self).__name__} would send its server the weights in high precision, and learn in low bits. "
                 "Use QaRLTrainer, or set quant_scheme='none' (docs/other_trainers.md)."
             )
+        source = check_run(model, args, arguments)
         self._source = source
         self._plan = args.quant_plan(None if source is None else source.plan())
         self._identity = guards.on_first(args, lambda: identity_of(model, args, self._plan, arguments))
@@ -150,13 +150,18 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         with outside_training(self._unwrapped):
             return super()._prepare_inputs(*args)
 
-    def _calculate_rewards(self, *args: Any) -> Tensor:
+    def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         """
         TRL's method of trainers with rewards; an error in one process stops all of them, and so does a rollout batch
         without rewards.
         """
-        calculate = partial(super()._calculate_rewards, *args)
-        with ungathered_rewards(type(self)):
+        calculate = partial(super()._calculate_rewards, *args, **named)
+        home = home_of_rewards(type(self))
+        # A trainer with a method of its own has its own way to end.
+        if home is None:
+            return calculate()
+
+        with ungathered_rewards(home):
             rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
         if self._mode == "train":

@@ -48,6 +48,8 @@ class LowBitSFTTrainer(LowBitMixin, SFTTrainer):
             return prepared
 
         if not _has_labels(prepared):
+            if args.max_length is None:
+                raise ValueError("No row has a token to learn: all labels are masked.")
             raise ValueError(
                 f"No row has a token to learn within max_length={args.max_length}: the prompts fill it. Raise it."
             )

@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 # Optimizers of bitsandbytes begin with these.
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
 # Trackers that transformers has, and does not list among the installed ones.
-NOT_LISTED = ("azure_ml", "flyte")
+NOT_LISTED = ("azure_ml", "comet_ml", "flyte")
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from datasets import Dataset
 from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
-from trl.data_utils import is_conversational
+from trl.data_utils import is_conversational, is_conversational_from_value
 
 from .rollouts import prompts_per_rollout, uses_server
 from .types import RunSettings, TrainerArguments
@@ -59,11 +59,15 @@ def _check_template(name: str, args: RunSettings, trainer_arguments: TrainerArgu
     data = trainer_arguments.get("train_dataset")
     if not isinstance(data, Dataset) or len(data) == 0:
         return
-    if not ("conversations" in data.column_names or is_conversational(data[0])):
+    # TRL renders nothing that is tokens already.
+    if "input_ids" in data.column_names or (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return
+    if not (is_conversational_from_value(data[0]) or is_conversational(data[0])):
         return
 
     tokenizer: Any = trainer_arguments.get("processing_class") or load_tokenizer(name, args)
-    if tokenizer.chat_template is None:
+    # Mistral's own tokenizer renders messages without a template.
+    if tokenizer.chat_template is None and type(tokenizer).__name__ != "MistralCommonBackend":
         raise ValueError(
             "train_dataset has messages, and the tokenizer has no chat template: set chat_template_path, or give text."
         )

@@ -54,10 +54,14 @@ def check_teacher_tokenizer(name: str, args: RunSettings, trainer_arguments: Tra
 
 def _vocabulary_of(name: str, args: RunSettings) -> dict[str, int]:
     """The tokens of a model with their numbers; empty if it has no tokenizer."""
+    loading: Any = args
+    revision = (loading.teacher_model_init_kwargs or {}).get("revision") or loading.teacher_model_revision
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code).get_vocab()
-    except (OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    # A tokenizer may need a package that only the teacher's text would need.
+    except (OSError, ValueError, ImportError):
         return {}
+    return tokenizer.get_vocab()
 
 
 def _check_same(student: Mapping[str, int], teacher: Mapping[str, int]) -> None:

@@ -1,10 +1,15 @@
 """A rollout batch: which rows are text, and the order of its rows."""
 
+import sys
+
 import pytest
 import torch
+from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
+from trl.experimental.gmpo import GMPOTrainer
+from trl.experimental.sdpo import SDPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict
 
-from qarl_trl._compat.rollout_batch import in_order, is_text
+from qarl_trl._compat.rollout_batch import home_of_rewards, in_order, is_text
 
 
 def test_images_and_token_types_are_no_text():
@@ -52,3 +57,19 @@ def test_values_of_different_lengths_are_refused():
     """TRL's own function would leave rows out."""
     with pytest.raises(ValueError, match=r"one number of rows, got \[2, 3\]"):
         in_order({"ids": torch.zeros(2, 1), "names": ["a", "b", "c"]}, reverse)
+
+
+def test_rewards_are_guarded_where_trl_gathers_them_by_name():
+    """GMPO has GRPO's method, SDPO its own, which gathers by the accelerator."""
+    homes = {
+        GRPOTrainer: "trl.trainer.grpo_trainer",
+        RLOOTrainer: "trl.trainer.rloo_trainer",
+        GMPOTrainer: "trl.trainer.grpo_trainer",
+        SDPOTrainer: None,
+        SFTTrainer: None,
+    }
+
+    for trainer, home in homes.items():
+        assert home_of_rewards(type("Mine", (trainer,), {})) == home
+        # Control: the function that is replaced is there.
+        assert home is None or hasattr(sys.modules[home], "gather")

@@ -292,6 +292,12 @@ def test_a_model_is_not_saved_into_a_checkpoint_of_another_step(model, tmp_path)
     # Control: the last checkpoint has other weights.
     assert (tmp_path / "checkpoint-2" / file.name).read_bytes() != before
 
+    # A manifest alone makes no checkpoint: other programs also call a file so.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text("{}")
+    trainer.save_model(str(tmp_path / "other"))
+    assert (tmp_path / "other" / file.name).is_file()
+
 
 # A full disk --------------------------------------------------------------------------------------------------------
 

@@ -201,6 +201,10 @@ def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense
     # Controls.
     check([row], chat_template_path="somewhere.jinja")
     check([{"prompt": "1+1=", "completion": "2"}])
+    # Of these TRL renders nothing.
+    check([row | {"input_ids": [2, 3]}])
+    check([row], dataset_kwargs={"skip_prepare_dataset": True})
+    check([{"text": "1+1=2", "conversations": ["of a game"]}])
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_lo
         QaRLTrainer("no/such-model", reward_funcs=[], args=tracked(tmp_path, "wandbb"))
 
     # Controls.
-    for names in ("none", "trackio", ["trackio", "azure_ml"]):
+    for names in ("none", "trackio", ["trackio", "azure_ml"], "comet_ml"):
         check_arguments("org/model", tracked(tmp_path, names), {"model": "org/model"})
     # A server, which gets the adapter alone.
     check_arguments("org/model", tracked(tmp_path, "wandb"), {"peft_config": LoraConfig(target_modules=["q_proj"])})

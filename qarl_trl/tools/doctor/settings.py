@@ -60,7 +60,7 @@ def check_settings(folder: str | None, args: Any, model_args: Any, dataset: Data
     args = copy.copy(args)
     args.push_to_hub = False  # the trainer's check creates the repository
     name = model_args.model_name_or_path
-    trainer_arguments = {"peft_config": get_peft_config(model_args), "train_dataset": dataset}
+    trainer_arguments = {"model": name, "peft_config": get_peft_config(model_args), "train_dataset": dataset}
     if hasattr(args, "teacher_model_name_or_path"):
         trainer_arguments["teacher_model"] = _teacher_of(folder or name, args, trainer_arguments["peft_config"])
 
