@@ -1,7 +1,7 @@
 """The files of a weight sync to a server: a trainer writes them into a shared folder, workers read them.
 
-They are safetensors of about 2 GiB each, or of one larger tensor, `0.safetensors`, `1.safetensors`, ..., in the order of
-the stream.
+They are safetensors of about 2 GiB each, or of one larger tensor, `0.safetensors`, `1.safetensors`, ..., in the order
+of the stream.
 """
 
 from __future__ import annotations
