@@ -20,6 +20,8 @@ LENGTH = 12
 # Layers whose attention transformers masks by the positions of a row. State spaces and convolutions run across
 # sequences; chunked attention counts from the start of the row.
 ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+# Models without attention, whose configs name no types of layers.
+RECURRENT_MODELS = ("mamba", "mamba2", "rwkv", "xlstm")
 
 # Tolerance for rounding, relative to the change when attention sees the neighbour. A mixture needs it, because its
 # experts get other numbers of tokens when a neighbour changes. Measured on toys: 2e-6 in float32, 0 in bfloat16; 1 if
@@ -71,8 +73,12 @@ def layers_that_run_on(config: PretrainedConfig) -> str | None:
     Returns:
         The reason, for the end of a sentence; `None` if all layers attend.
     """
-    layer_types = getattr(config, "layer_types", None) or ()
-    other_types = sorted(set(layer_types) - set(ATTENTION_LAYERS))
+    if config.model_type in RECURRENT_MODELS:
+        return f"a {config.model_type} runs on into the next sequence"
+
+    # RecurrentGemma has the second name, and calls attention without a kind.
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    other_types = sorted(set(layer_types) - {"attention", *ATTENTION_LAYERS})
     if not other_types:
         return None
     return f"it has layers of type {', '.join(map(repr, other_types))}, which run on into the next sequence"

@@ -6,11 +6,12 @@ import pytest
 import torch
 import transformers
 from peft import PromptTuningConfig, get_peft_model
+from transformers import Mamba2Config, Qwen3Config, RecurrentGemmaConfig, RwkvConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from qarl_trl.learner import attention
 from qarl_trl.learner.logps import PackedPasses
-from qarl_trl.learner.probe import unfit
+from qarl_trl.learner.probe import layers_that_run_on, unfit
 
 
 SIZES = {
@@ -120,3 +121,18 @@ def test_positions_that_run_on_are_noticed_where_they_are_absolute():
     model.transformer.register_forward_pre_hook(run_on, with_kwargs=True)
 
     assert "when it is packed" in measured(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Qwen3Config(), None),
+        (RecurrentGemmaConfig(block_types=("attention",)), None),
+        (RecurrentGemmaConfig(), "it has layers of type 'recurrent', which run on into the next sequence"),
+        (RwkvConfig(), "a rwkv runs on into the next sequence"),
+        (Mamba2Config(), "a mamba2 runs on into the next sequence"),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_layers_that_read_their_neighbours_are_known_by_the_config(config, reason):
+    assert layers_that_run_on(config) == reason
