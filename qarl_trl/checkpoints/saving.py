@@ -386,8 +386,8 @@ class CheckpointMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """
-        The Trainer's method, which takes learning rate, schedule and so on from the checkpoint. Here they are the run's
-        own. `ValueError` if the optimizer trains other parameters than that of the checkpoint.
+        The Trainer's method, which takes learning rate, schedule and so on from the checkpoint. Here they are the
+        run's own. `ValueError` if the optimizer trains other parameters than that of the checkpoint.
         """
         # DeepSpeed has loaded its optimizer already. `refuses` lets no setting of it change.
         if checkpoint is None or self.is_deepspeed_enabled:
@@ -405,8 +405,8 @@ class CheckpointMixin:
         before = read_manifest(Path(checkpoint)).get(TRAINED, trained)
         if before != trained:
             raise ValueError(
-                f"{checkpoint} is a checkpoint of another run: its optimizer trained {before} by their names, and this "
-                f"one trains {trained}. Freeze the same parameters, with an equal optimizer, or start a new run with "
+                f"{checkpoint} is a checkpoint of another run: its optimizer trained {before} by their names, and "
+                f"this one trains {trained}. Freeze the same parameters, with an equal optimizer, or start a new run with "
                 "the checkpoint as the model."
             )
 
