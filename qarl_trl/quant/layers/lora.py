@@ -166,7 +166,8 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         """peft calls it for each layer of `unload` and `merge_and_unload`. `RuntimeError`."""
         raise RuntimeError(
             "peft would leave the layers with an adapter in high precision, beside low-bit ones. For the merged "
-            "master weights call remove_quantization(model) of qarl_trl.quant first; save_model writes the low-bit model."
+            "master weights call remove_quantization(model) of qarl_trl.quant first; save_model writes the low-bit "
+            "model."
         )
 
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
