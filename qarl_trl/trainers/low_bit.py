@@ -347,6 +347,8 @@ class _TellStore(TrainerCallback):
         # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing
         # asked for low-bit weights since the last step, it costs nothing.
         self._store.weights_changed()
+        # Or to weights that nobody trains, as those that merge an adapter into its base do (ReLoRA).
+        self._store.look_at_untrained()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._store.weights_changed()
