@@ -104,7 +104,6 @@ def _shared_zeros() -> AbstractContextManager:
         if not is_fsdp_enabled() or is_local_dist_rank_0():
             return original(model, *args)
 
-
         # Parameters and buffers are on the meta device here: they have a shape and a dtype, but no memory.
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             parent, _, local = name.rpartition(".")
@@ -134,7 +133,6 @@ def _sharded_reference(module: str) -> AbstractContextManager:
     import raises.
     """
     from trl.models import prepare_fsdp
-
 
     # In evaluation mode, as TRL's own function leaves a reference: a dropout would make it another model.
     def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
