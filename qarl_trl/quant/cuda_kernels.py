@@ -60,6 +60,7 @@ def decode_int4(
     if not _can_run(words):
         return plain(words, scale, zero_point, scheme, dtype)
 
+    # Not by shape: rounding depends on the scheme and the dtypes alone.
     case = (words.device, quantized_key(scheme.weights), scale.dtype, dtype)
     if case not in _CHOSEN:
         _CHOSEN[case] = _gives_the_bytes(plain, words, scale, zero_point, scheme, dtype)
