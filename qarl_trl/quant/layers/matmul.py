@@ -78,7 +78,8 @@ class LowBitMatmul(torch.autograd.Function):
 
         needs_x, needs_bias, *_ = ctx.needs_input_grad
         needs_sources = ctx.needs_input_grad[_BEFORE_SOURCES:]
-        grad_x = grad_bias = None
+        grad_x = None
+        grad_bias = None
         source_grads: tuple[Tensor | None, ...] = (None,) * len(needs_sources)
         grad_rows = grad.flatten(0, -2)
 
