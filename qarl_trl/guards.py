@@ -64,6 +64,7 @@ def all_or_none(what: str, accelerator: Any) -> Iterator[None]:
 
     # Also after a success, because a gather waits for all processes.
     failed = accelerator.gather(torch.tensor([failure is not None], device=accelerator.device))
+    # Its own error in the process where it failed, because that one has the traceback.
     if failure is not None:
         raise failure
     if failed.any():
