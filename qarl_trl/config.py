@@ -101,13 +101,12 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
         return self.use_vllm and self.vllm_importance_sampling_correction
 
     def __post_init__(self) -> None:
-        # TRL's `__post_init__` derives batch sizes from these fields.
         _check_numbers(self)  # before TRL divides by them
         super().__post_init__()
 
         _ = self.trust_band  # refuses bad bounds; the metrics of every loss use them
 
-        # Also without quantization: TBPO's bands are narrower than what these switches round.
+        # Also without quantization: fp16 and casts of master weights round by more than TBPO's bands allow.
         if self.loss_type == TBPO:
             _check_tbpo(self)
             check_fit(self)

@@ -148,7 +148,7 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
     if is_tall:
         result = result.mT
     norms = torch.linalg.vector_norm(result, dim=(1, 2), keepdim=True)
-    # By the Frobenius norm, which bounds all singular values by 1: the iterations diverge above.
+    # Divided by the Frobenius norm, no singular value is above 1, as the iterations need.
     result = result / norms.clamp(min=eps)
 
     for _ in range(steps):

@@ -136,9 +136,9 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
 
+        self._tbpo = args.loss_type == TBPO
         # Only now: they read what TRL's constructor sets, such as the accelerator, the tokenizer and
         # `aux_loss_enabled`.
-        self._tbpo = args.loss_type == TBPO
         self._choose_passes()
         self._choose_endings()
 

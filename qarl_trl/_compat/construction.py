@@ -118,8 +118,8 @@ def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.nn.Parameter):
         return torch.zeros_like(tensor, device="cpu")
 
-    # Strides of 0: the tensor has the shape that accelerate shards by, and the memory of one number. torch refuses
-    # gradients of integers, such as those of packed weights.
+    # Strides of 0: the tensor has the shape that accelerate shards by, and the memory of one number. torch
+    # allows no gradients of integers.
     zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     return torch.nn.Parameter(zero, requires_grad=tensor.is_floating_point())
 

@@ -110,7 +110,7 @@ def check_mismatch(logp_diff: float, unscored: float, threshold: float | None) -
             "and lower the learning rate if the run was healthy before."
         )
 
-    # The second check, because no comparison with a NaN is true.
+    # After the check for NaN, because no comparison with one is true.
     if threshold is not None and logp_diff > threshold:
         raise RuntimeError(
             f"The mean log-prob mismatch between engine and learner is {logp_diff:.4f} nats per token, above "

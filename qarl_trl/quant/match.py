@@ -119,7 +119,7 @@ def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
     layout.
     """
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
-    # Also their order, which `layer_names` and the stream rely on.
+    # In this order, on which `layer_names` and the stream rely.
     if not has_known_layout(module) or parameters != [*PROJECTIONS]:
         raise ValueError(
             f"The experts {name!r} ({type(module).__name__}) must have "
@@ -241,7 +241,7 @@ def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme, laye
 
     Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
     """
-    # In groups one row has its own scales. A scale per channel fits every size.
+    # A block has several rows, a group has one. A scale per channel fits every size.
     height, width = scheme.weights.block_structure or (1, effective_group_size(scheme) or 1)
     *stack, columns = shape_of(weight)
     # Of one linear layer: a parameter of experts stacks `len(names)` of them.

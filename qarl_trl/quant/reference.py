@@ -45,12 +45,12 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
     Returns:
         Two tensors, bfloat16, in the shape of the scale.
     """
-    # The range contains zero, as in compressed-tensors, so that zero is a quantized value.
     tiles = as_tiles(weight, scheme)
     if scheme.weights.symmetric:
         high = absmax(tiles).amax(1)
         return -high, high
 
+    # The range contains zero, as in compressed-tensors, so that zero is a quantized value.
     # On a CPU both together are faster than `aminmax`. Adding zero makes -0.0 a 0.0.
     low = tiles.amin((1, 3)).clamp_(max=0).add_(0.0)
     high = tiles.amax((1, 3)).clamp_(min=0).add_(0.0)
@@ -222,8 +222,7 @@ def int_quantized(quotient: Tensor, num_bits: int) -> Tensor:
 
 def pack_int8(quantized: Tensor) -> Tensor:
     """Pack int8 `(out, in)` four to a word, the first in the lowest bits, each plus 128: int32 `(out, in / 4)`."""
-    # Adding 128 flips the highest bit.
-    # int8 plus 128, read as uint8. Four of them in memory are a word on a little-endian machine.
+    # Adding 128 flips the highest bit. Four bytes in memory are a word on a little-endian machine.
     return (quantized.view(torch.uint8) ^ 0x80).view(torch.int32)
 
 

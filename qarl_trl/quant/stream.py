@@ -69,7 +69,6 @@ def checkpoint_stream(
             with gather([parameter]):
                 yield names.saved(name), _bfloat16_copy(whole(parameter.detach()))
 
-    # Last, because a buffer belongs to no layer that an engine waits for.
     yield from _buffers(model, names)
 
 

@@ -103,7 +103,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
         # Last, because TRL's constructor calls `_init_vllm`.
         super().__init__(model, *args, **kwargs)
-        # After TRL's constructor, which keeps the user's there.
+        # After TRL's constructor, which puts the user's there.
         self.generation_kwargs = self._sampling_parameters(stop_token_ids)
 
     def _sampling_parameters(self, stop_token_ids: Sequence[int | None]) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
         if ends:
             tokens = tokens[: ends[0] + 1]
-        # The limit that holds for sampled completions, so that memory is the same.
+        # As long as sampled completions may be, for which the memory was planned.
         return tokens[: self.max_completion_length]
 
     def _answer_tokens_of_chat(self, prompt: list[dict[str, Any]], completion: Any) -> list[int]:

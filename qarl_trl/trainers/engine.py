@@ -25,16 +25,18 @@ def build_engine(trainer: Any, args: Any, model: nn.Module, **engine_args: Any) 
         model: The policy, with low-bit layers.
         engine_args: TRL's other arguments for its `VLLMGeneration`.
     """
+    # What the user sets wins over what a model needs by default.
+    engine_kwargs = default_engine_kwargs(model) | args.engine_kwargs
+
     return LowBitVLLMGeneration(
         model,
         quantization_config=quantization_config(model),
-        # What the user sets wins over what a model needs by default.
-        engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
+        engine_kwargs=engine_kwargs,
         frozen=args.frozen,
         sync_folder=args.sync_folder,
         sync_check=build_sync_check(trainer),
         seed=args.seed,
-        # TRL masks what follows one of these, and vLLM knows only the end tokens of the model's files.
+        # For TRL an answer ends by these, and vLLM knows only the end tokens of the model's files.
         stop_token_ids=getattr(trainer, "eos_token_ids", ()),
         **engine_args,
     )

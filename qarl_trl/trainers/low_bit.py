@@ -126,9 +126,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _loader(self, args: Any) -> Any:
         """Loads the policy from a quantized checkpoint, or with a frozen base; `None` for TRL's own loader."""
-        # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         if self._source is None and not args.frozen:
             return None
+
+        # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         freeze = self._plan if args.frozen else None
         return partial(
             load_master_weights, freeze=freeze, gemm=gemm_choice(args.learner_kernel, args.quant_keep_matrices)
@@ -236,7 +237,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         """
         store = self.low_bit_store
 
-        # Before the method shards the parameters: their whole shapes are known only now.
+        # Before the method shards the parameters: FSDP2 takes from their class what it gathers.
         if store is not None and self.accelerator.is_fsdp2:
             self._prepare_shards(store)
 
