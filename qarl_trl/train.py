@@ -239,6 +239,7 @@ def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, 
     with_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset = load_datasets(script_args, with_eval, training_args, method)
 
+    # transformers' errors about a config or about weights do not say which file they mean.
     with naming_config([model_args.model_name_or_path]):
         return method.trainer_class()(
             model=model_args.model_name_or_path,

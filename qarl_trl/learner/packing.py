@@ -127,6 +127,7 @@ def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[lis
                 tokens[index] += lengths[row]
                 break
         else:
+            # No `break`: no pass has room.
             chosen.append([row])
             tokens.append(lengths[row])
 

@@ -169,6 +169,7 @@ def _low_bit_expert_tensors(
     layers = layer_names(names.experts[id(module)], module, parameter_name)
     rows, _ = low_bit.shape
 
+    # In the order of the rows, which is that of `layer_names`.
     parts = low_bit.split(rows // len(layers))
     for layer, part in zip(layers, parts, strict=True):
         for local, tensor in part.tensors.items():

@@ -124,6 +124,7 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
             continue
 
         for row, length in enumerate(lengths, start=first):
+            # Not even one token of an answer would fit.
             if length >= context:
                 raise ValueError(
                     f"{title}[{row}]: the prompt has {length} tokens, and the engine's context is {context} with the "

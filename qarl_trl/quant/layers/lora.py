@@ -240,6 +240,7 @@ def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
     """
     quantized = {id(module) for module in matched.values()}
     for name, module in model.named_modules():
+        # Exactly `lora.Linear`: other layers of peft, also its subclasses, may compute something else.
         if isinstance(module, BaseTunerLayer) and (id(module) not in quantized or type(module) is not lora.Linear):
             raise ValueError(
                 f"Layer {name!r} ({type(module).__name__}) carries an adapter, "

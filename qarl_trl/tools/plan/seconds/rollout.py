@@ -193,6 +193,7 @@ def _products(run: Run, served: Iterable[Parameter], gpu: Gpu, costs: Costs, ban
         experts = 0.0
         flops = 0.0
         for parameter in parameters:
+            # As the engine holds it: low-bit tensors, or bfloat16.
             size = parameter.stored or BFLOAT16 * parameter.entries
             if is_expert(parameter):
                 experts += size
