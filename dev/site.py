@@ -33,5 +33,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
-    """In docstrings a name of code stands in brackets, [`like_this`], as in TRL's."""
-    return re.sub(r"\[<code>~?([^<]*)</code>\]", r"<code>\1</code>", content)
+    """Code in docstrings and in tables."""
+    # In docstrings a name of code stands in brackets, [`like_this`], as in TRL's.
+    content = re.sub(r"\[<code>~?([^<]*)</code>\]", r"<code>\1</code>", content)
+    return re.sub(r"<td.*?</td>", breakable_names, content, flags=re.DOTALL)
+
+
+def breakable_names(cell: re.Match[str]) -> str:
+    """A cell of a table whose code may break after "_", "/" and ".", so that it fits on a phone."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)([_/.])(?=\w)", r"\1<wbr>", code[0])
+
+    return re.sub(r"<code>[^<]*</code>", breakable, cell[0])
