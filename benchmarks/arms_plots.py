@@ -1,15 +1,12 @@
-"""Pictures of results/arms/README.md and docs/metrics.md from the cells, with the panels of `qarl-trl report`."""
+"""Pictures of results/arms/README.md from the cells, with the panels of `qarl-trl report`."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-from arms import FOLDER, REGIMES, file_of
+from arms import FOLDER, REGIMES
 from arms_table import read
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -18,17 +15,11 @@ from qarl_trl.tools.report.plots import COLOURS, Panel, draw
 from qarl_trl.tools.report.runs import LoggedRun
 
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 SHOWN = ("bf16 GRPO", "QaRL TBPO", "QaRL GSPO", "rollout-only TBPO", "rollout-only GRPO")
 MISMATCH = Panel("Mismatch between engine and learner", "nats per token", ("mismatch/logp_diff_mean",), log=True)
 REWARD = Panel("Sampled reward", "mean reward", ("reward",))
 ENTROPY = Panel("Entropy", "nats per token", ("entropy",))
 ERRORS = Panel("Error tokens", "share of tokens", ("error_tokens/frac",))
-# Those of docs/metrics.md: regime, arm and seed.
-TWO_RUNS = {
-    "QaRL TBPO": ("hard", "QaRL TBPO", 0),
-    "rollout-only GRPO, three times the rate": ("hot", "rollout-only GRPO", 2),
-}
 
 
 def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> LoggedRun:
@@ -73,25 +64,6 @@ def draw_arms(regime: str) -> Figure:
     return figure
 
 
-def draw_two() -> Figure:
-    """Reward and mismatch of a run that learns and of one that collapses, as docs/metrics.md shows them."""
-    panels = (REWARD, MISMATCH)
-    runs = []
-    for name, (regime, arm, seed) in TWO_RUNS.items():
-        cell = json.loads(file_of(regime, arm, seed).read_text())
-        runs.append(mean_run(name, [cell], panels))
-
-    figure = draw_panels(panels, runs, columns=2)
-    figure.set_size_inches(10, 4.8)
-    figure.axes[0].set_ylim(0, 1)
-    figure.axes[1].set(title="Mismatch", yscale="log", ylim=(1e-8, 1))
-    for axis in figure.axes:
-        axis.set_xlabel("rollout batch")
-    return figure
-
-
 if __name__ == "__main__":
     for regime in ("hard", "hot"):
         draw_arms(regime).savefig(FOLDER / f"{regime}.png", dpi=100)
-    with matplotlib.rc_context({"font.size": 18}):  # letters of 7 points on a phone
-        draw_two().savefig(DOCS / "two_runs.png", dpi=100)
