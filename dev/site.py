@@ -36,13 +36,14 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
     """Code in docstrings and in tables."""
     # In docstrings a name of code stands in brackets, [`like_this`], as in TRL's.
     content = re.sub(r"\[<code>~?([^<]*)</code>\]", r"<code>\1</code>", content)
-    return re.sub(r"<td.*?</td>", breakable_names, content, flags=re.DOTALL)
+    return re.sub(r"<td.*?</td>", narrow_cell, content, flags=re.DOTALL)
 
 
-def breakable_names(cell: re.Match[str]) -> str:
-    """A cell of a table whose code may break after "_", "/" and ".", so that it fits on a phone."""
+def narrow_cell(cell: re.Match[str]) -> str:
+    """A cell of a table for a phone: code may break after "_", "/" and ".", but no figure before its error."""
 
     def breakable(code: re.Match[str]) -> str:
         return re.sub(r"(?<=\w)([_/.])(?=\w)", r"\1<wbr>", code[0])
 
-    return re.sub(r"<code>[^<]*</code>", breakable, cell[0])
+    text = cell[0].replace(" ± ", "\u00a0±\u00a0")
+    return re.sub(r"<code>[^<]*</code>", breakable, text)
