@@ -42,7 +42,7 @@ CARD = 23.5  # GiB of a 4090 that a process can use
 
 def first_picture() -> Figure:
     """README's: mismatch measured on a CPU and on a GPU, and estimated memory of a 7B model on one GPU."""
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
 
     height = 0.38
@@ -112,7 +112,7 @@ def pairs_picture() -> Figure:
     QaRL less rollout-only, a dot for each pair of equal loss, seed and start: its error is that of the problems. Bars
     are means, with their standard error over problems and pairs.
     """
-    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
     axis = figure.subplots()
     axis.axhline(0, color="0.6", linewidth=1)
     colours = dict(zip(SETTINGS, COLOURS, strict=False))
@@ -144,6 +144,6 @@ def pairs_picture() -> Figure:
 
 if __name__ == "__main__":
     docs = ROOT / "docs"
-    with matplotlib.rc_context({"font.size": 18}):  # letters of 7 points on a phone
+    with matplotlib.rc_context({"font.size": 15}):  # letters of 6 points on a phone
         first_picture().savefig(docs / "first.png", dpi=100)
         pairs_picture().savefig(docs / "pairs.png", dpi=100)
