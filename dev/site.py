@@ -33,7 +33,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
-    """Code in docstrings and in tables."""
+    """Code in docstrings and in tables; a page that shows private methods stops the build."""
+    private = re.search(r'id="([\w.]+\._[a-z]\w*)"', content)
+    if private is not None:
+        raise PluginError(f"docs/{page.file.src_uri} shows {private[1]}: give its class `inherited_members: false`.")
+
     # In docstrings a name of code stands in brackets, [`like_this`], as in TRL's.
     content = re.sub(r"\[<code>~?([^<]*)</code>\]", r"<code>\1</code>", content)
     return re.sub(r"<td.*?</td>", narrow_cell, content, flags=re.DOTALL)
