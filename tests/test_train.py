@@ -15,6 +15,7 @@ import yaml
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli, train
+from qarl_trl.methods import METHODS
 from qarl_trl.recipe import RecipeParser, read_recipe
 from qarl_trl.rewards import load_rewards
 from qarl_trl.train import parse
@@ -191,6 +192,75 @@ def test_what_no_option_can_say_is_taken_from_the_recipe_by_its_type(base, tmp_p
     assert args.generation_kwargs == {"n": 1, "stop": ["1"]}
     # The command line overrides it.
     assert parse(["--config", str(recipe), *base, "--max_tokens_per_pass", "512"])[1].max_tokens_per_pass == 512
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_every_field_that_may_be_null_in_a_recipe_may_be_null_on_the_command_line(method, tmp_path):
+    parser = RecipeParser(train._groups(method))
+    recipe = tmp_path / "recipe.yaml"
+    may_be_null = set()
+
+    for name in parser._fields:
+        recipe.write_text(f"{name}: null\n")
+        try:
+            in_recipe = parser.read(["--config", str(recipe)])
+            may_be_null.add(name)
+        except ValueError as error:
+            in_recipe = str(error)
+            assert "null" in in_recipe or "must be one of" in in_recipe
+
+        for option in ([f"--{name}", "null"], [f"--{name.replace('_', '-')}=~"]):
+            try:
+                on_command_line = parser.read(option)
+            except ValueError as error:
+                on_command_line = str(error)
+            assert on_command_line == in_recipe, name
+
+    assert len(may_be_null) > 60
+    # Control: what must be there is no such field.
+    assert {"max_steps", "learning_rate", "dataset_split"}.isdisjoint(may_be_null)
+
+
+def test_null_on_the_command_line_overrides_and_is_overridden(base, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("quant_group_size: 32\nlora_target_modules: [q_proj]\n")
+    argv = ["--config", str(recipe), *base]
+
+    nulls = ["--quant_group_size", "null", "--lora_target_modules", "null", "--max_tokens_per_pass", "null"]
+    _, args, model_args = parse([*argv, "--quant_group_size", "64", *nulls])
+
+    assert args.quant_group_size is None
+    assert args.max_tokens_per_pass is None
+    assert model_args.lora_target_modules is None
+    assert parse([*argv, *nulls, "--quant_group_size", "64"])[1].quant_group_size == 64
+
+
+@pytest.mark.parametrize("name", ["quant_group_size", "system_prompt", "bf16", "lora_target_modules"])
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_pythons_word_for_null_is_no_text(base, tmp_path, name, word):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{name}: {word}\n")
+
+    for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", str(recipe)]):
+        with pytest.raises(ValueError, match=f"{name} must be a value or null, got '{word}': write null"):
+            parse([*base, *argv])
+
+
+def test_none_is_a_word_where_another_value_is_the_default(base):
+    _, args, _ = parse([*base, "--quant_scheme", "none", "--report_to", "none", "--advantage_filter", "none"])
+
+    assert args.quant_scheme == "none"
+    assert args.report_to == []
+    assert args.advantage_filter == "none"
+
+
+def test_a_pair_of_numbers_is_no_text():
+    parser = RecipeParser(train._groups(METHODS["rloo"]))
+
+    assert parser.read(["--reward_clip_range", "[-1, 2.5]"]) == {"reward_clip_range": (-1.0, 2.5)}
+    for wrong in ("5", "12", "[1]", "[1, x]", '["1", "2"]', "[0, NaN]"):
+        with pytest.raises(ValueError, match="reward_clip_range"):
+            parser.read(["--reward_clip_range", wrong])
 
 
 @pytest.mark.parametrize(
