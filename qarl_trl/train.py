@@ -1,7 +1,6 @@
 """The commands that train from a recipe: `qarl-trl train`, `sft`, `rloo` and `distill`.
 
-`methods` says what each of them trains. On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml, or
-accelerate launch -m qarl_trl.cli sft --config recipe.yaml.
+`methods` says what each of them trains. On several GPUs: accelerate launch -m qarl_trl.cli train --config recipe.yaml.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ _USAGE = """usage: qarl-trl {command} --config FILE [--key value ...]
 
 {about}, from a recipe, a flat YAML file.
 
-Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names one that it extends.
+Its keys are the options below and TRL's. The command line overrides it; null is no value, in both.
+`base: other.yaml` names a recipe that it extends.
 On several GPUs: accelerate launch -m qarl_trl.cli {command} --config recipe.yaml
 """
 
@@ -60,16 +60,24 @@ def parse(
 
     parser = RecipeParser(_groups(method))
     values = parser.read(argv)
+    if not values.get("model_name_or_path"):
+        raise ValueError(_what_is_missing(argv, method))
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
     script_args, training_args, model_args = parser.build(values)
-    if not model_args.model_name_or_path:
-        raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
-
     if not engine_only:
         _find_data_and_checkpoint(script_args, training_args)
     return script_args, training_args, model_args
+
+
+def _what_is_missing(argv: Sequence[str], method: Method) -> str:
+    """What to say of a command line and a recipe without a model."""
+    if any(word.partition("=")[0] == "--config" for word in argv):
+        return "model_name_or_path is missing in the recipe: give a Hub id or a model folder."
+
+    example = f"qarl-trl {method.command} --config recipe.yaml"
+    return f"missing --config, or a model and data without one. For example: {example} (--help: all keys)"
 
 
 def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Method, str]:

@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> None:
             statuses.append(result.status)
 
     print(f"\n{statuses.count(FAIL)} failed, {statuses.count(WARN)} warnings")
+    if options.config is None and not recipe_argv:
+        print("Only the machine was checked. To check a run, too: qarl-trl doctor --config recipe.yaml")
     if FAIL in statuses:
         raise SystemExit(1)
 
