@@ -123,6 +123,15 @@ def test_missing_arguments_are_one_line_with_an_example(case, capsys, tmp_path, 
         assert option in words
 
 
+def test_the_help_of_serve_names_port_and_dry_run(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("--dry_run", "vllm_server_port", "vllm_server_base_url", "8000"):
+        assert words in said
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """The folder of a small model."""
