@@ -32,7 +32,7 @@ import yaml
 sys.path.insert(0, str(common.ROOT / "tests"))
 from slow.toys import save_model
 
-from qarl_trl import cli, train
+from qarl_trl import cli, methods
 from qarl_trl.tools.evaluate import sample
 
 
@@ -129,7 +129,7 @@ def inputs(place: Path, recipe: dict[str, Any], rng: random.Random) -> Iterator[
         one = rng.choice(commands or ("train", "train", "plan", "doctor", "serve"))
         return [one, "--config", str(file), *{"doctor": ["--probe_prompts=0"], "serve": ["--dry_run"]}.get(one, [])]
 
-    takes = [(f.name, get_type_hints(group)[f.name]) for group in train._groups() for f in fields(group)]
+    takes = [(f.name, get_type_hints(group)[f.name]) for group in methods.groups_of() for f in fields(group)]
     kinds = {
         n: "number" if t in NUMBERS else "switch" if t is bool else "text"
         for n, t in takes

@@ -14,9 +14,9 @@ import yaml
 from tools.report.folders import log, write_run
 
 from qarl_trl import QaRLConfig, cli
-from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
+from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, groups_of
 from qarl_trl.recipe import check_keys
-from qarl_trl.train import _groups, parse
+from qarl_trl.train import parse
 
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,9 @@ HISTORY = ("CHANGELOG.md", "tests/test_docs.py")
 PAGES = [name for name in FILES if name.endswith(".md") and name not in (*HISTORY, "qarl_trl/export/card.md")]
 # The keys of a recipe, which are options of these commands too.
 METHODS = {"train": QARL, "doctor": QARL, "plan": QARL, "serve": QARL, "sft": SFT, "rloo": RLOO, "distill": DISTILL}
-KEYS = {name: [field.name for group in _groups(method) for field in fields(group)] for name, method in METHODS.items()}
+KEYS = {
+    name: [field.name for group in groups_of(method) for field in fields(group)] for name, method in METHODS.items()
+}
 
 
 def without_code(text: str) -> str:

@@ -15,7 +15,8 @@ import yaml
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli, train
-from qarl_trl.methods import METHODS
+from qarl_trl.checkpoints.folder import commit
+from qarl_trl.methods import METHODS, groups_of
 from qarl_trl.recipe import RecipeParser, read_recipe
 from qarl_trl.rewards import load_rewards
 from qarl_trl.train import parse
@@ -107,7 +108,7 @@ def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field
     accepted = set()
     types = {}
 
-    for group in train._groups():
+    for group in groups_of():
         types |= get_type_hints(group)
         parser = RecipeParser([group])
         known = [field.name for field in fields(group)]
@@ -196,7 +197,7 @@ def test_what_no_option_can_say_is_taken_from_the_recipe_by_its_type(base, tmp_p
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_every_field_that_may_be_null_in_a_recipe_may_be_null_on_the_command_line(method, tmp_path):
-    parser = RecipeParser(train._groups(method))
+    parser = RecipeParser(groups_of(method))
     recipe = tmp_path / "recipe.yaml"
     may_be_null = set()
 
@@ -255,7 +256,7 @@ def test_none_is_a_word_where_another_value_is_the_default(base):
 
 
 def test_a_pair_of_numbers_is_no_text():
-    parser = RecipeParser(train._groups(METHODS["rloo"]))
+    parser = RecipeParser(groups_of(METHODS["rloo"]))
 
     assert parser.read(["--reward_clip_range", "[-1, 2.5]"]) == {"reward_clip_range": (-1.0, 2.5)}
     for wrong in ("5", "12", "[1]", "[1, x]", '["1", "2"]', "[0, NaN]"):
@@ -286,7 +287,7 @@ def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
 
 
 def test_options_are_texts_lists_switches_and_negative_numbers():
-    parser = RecipeParser(train._groups())
+    parser = RecipeParser(groups_of())
 
     values = parser.read(
         [
@@ -422,6 +423,61 @@ def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsy
     # Control: without the dry run transformers refuses them.
     with pytest.raises(ValueError, match="use_cpu"):
         parse(for_gpu)
+
+
+PLANS = {
+    "as it is": (
+        [],
+        {"start": "from the beginning", "output": "the low-bit model in {out}", "push": "nothing"},
+    ),
+    "checkpoints": (
+        ["--save_steps", "20", "--save_total_limit", "3"],
+        {"checkpoints": "every 20 updates, in {out}; the last 3 stay"},
+    ),
+    "a part of the run": (["--save_steps", "0.1"], {"checkpoints": "every 10% of the run, in {out}; all stay"}),
+    "none": (["--save_strategy", "no"], {"checkpoints": "none, so nothing can be resumed"}),
+    "merged adapter": (
+        ["--use_peft", "--lora_dropout", "0"],
+        {"output": "the adapter in {out}, the low-bit model in {out}/low_bit"},
+    ),
+    "frozen base, pushed": (
+        ["--use_peft", "--lora_dropout", "0", "--lora_base", "frozen", "--push_to_hub", "--hub_model_id", "me/sums"],
+        {
+            "output": "the adapter in {out}, its base in {out}/base",
+            "push": "to me/sums at the end, its base to me/sums-base",
+        },
+    ),
+    "unquantized, pushed": (
+        ["--quant_scheme", "none", "--push_to_hub"],
+        {"output": "the model in {out}", "push": "to out at the end"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_dry_run_says_where_it_starts_and_what_it_writes_and_pushes(base, tmp_path, capsys, case):
+    options, expected = PLANS[case]
+
+    run([*base, *options, "--dry_run"])
+
+    printed = capsys.readouterr().out.splitlines()
+    for what, words in expected.items():
+        assert f"{what}: {words.format(out=tmp_path / 'out')}" in printed
+
+
+def test_a_dry_run_names_the_checkpoint_that_auto_finds(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (2, 10):
+        incoming = tmp_path / "incoming"
+        incoming.mkdir()
+        for file in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            (incoming / file).write_text("{}")
+        (tmp_path / "out").mkdir(exist_ok=True)
+        commit(incoming, tmp_path / "out" / f"checkpoint-{number}")
+
+    run([*base, "--output_dir", "out", "--resume_from_checkpoint", "auto", "--dry_run"])
+
+    assert f"start: resumes from {tmp_path}/out/checkpoint-10" in capsys.readouterr().out.splitlines()
 
 
 def test_a_dry_run_finds_a_missing_reward(base):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # These import only the standard library, so that `--help` is instant.
-from ...methods import METHODS, QARL, RLOO, Method
+from ...methods import METHODS, QARL, RLOO, Method, choose_method
 from ..arguments import CommandParser
 from .gpus import GPUS
 from .memory import table as memory_table
@@ -33,9 +33,6 @@ def main(argv: Sequence[str]) -> None:
     args, overrides = _parser().parse_known_args(argv)
     _check_options(args)
     recipe = ["--config", args.config, *overrides]
-
-    # Late, because it loads torch and transformers: `--help` and a wrong option have ended before.
-    from ...train import choose_method
 
     method, note = choose_method(recipe, args.trainer)
     if args.measured is not None and method not in WITH_SECONDS:
