@@ -147,12 +147,15 @@ def _describe_checkpoints(args: Any) -> str:
     if strategy == "no":
         return "none, so nothing can be resumed"
 
-    when = {"epoch": "after each epoch", "best": "after each best evaluation"}.get(strategy)
-    if when is None:
-        # Below 1 it is a part of the run.
-        when = (
-            f"every {args.save_steps:g} updates" if args.save_steps >= 1 else f"every {args.save_steps:.0%} of the run"
-        )
+    if strategy == "epoch":
+        when = "after each epoch"
+    elif strategy == "best":
+        when = "after each best evaluation"
+    elif args.save_steps < 1:
+        when = f"every {args.save_steps:.0%} of the run"
+    else:
+        when = f"every {args.save_steps:g} updates"
+
     kept = "all stay" if args.save_total_limit is None else f"the last {args.save_total_limit} stay"
     return f"{when}, in {Path(args.output_dir).absolute()}; {kept}"
 
