@@ -114,6 +114,8 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if not isinstance(args, QaRLConfig):
             raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
 
+        # Before the model gets them.
+        self._tag_names = ["trl", TBPO if args.loss_type == TBPO else "grpo", "qarl"]
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ..rollout.server.key import HOSTS, KEY, find_key, make_key
 from ..train import parse
+from .arguments import CommandParser
 
 
 if TYPE_CHECKING:
@@ -80,11 +81,13 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
 
 def _parser() -> argparse.ArgumentParser:
     """The options of the command itself."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="qarl-trl serve",
         usage="qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]",
         description="Start vLLM's own server as the engine of a recipe's trainer (`vllm_mode: server`).",
-        allow_abbrev=False,
+        epilog="Its port is the recipe's vllm_server_port, or that of vllm_server_base_url (default: 8000). "
+        "--dry_run, which is a key of recipes, prints the server's command and starts nothing.",
+        example="qarl-trl serve --config recipe.yaml",
     )
     parser.add_argument("--config", required=True, help="the recipe of the run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")

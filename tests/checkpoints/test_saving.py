@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForCondition
 from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.checkpoints import saving
+from qarl_trl.checkpoints import model as saved_model
 from qarl_trl.checkpoints.folder import damage, finished
 from qarl_trl.checkpoints.lock import LOCK
 from qarl_trl.checkpoints.signals import EXIT_CODE
@@ -370,7 +370,7 @@ def read_weights(monkeypatch):
             names.append(name)
             yield name, tensor
 
-    monkeypatch.setattr(saving, "iter_low_bit_weights", noted)
+    monkeypatch.setattr(saved_model, "iter_low_bit_weights", noted)
     return names
 
 

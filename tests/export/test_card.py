@@ -263,7 +263,9 @@ def test_each_card_of_a_run_is_right_and_names_no_run_and_no_path(model, gptq, t
         assert card.data.library_name == ("peft" if "rank 4 for" in text else "transformers")
         assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
         if name != "base/README.md":
-            assert {"trl", "grpo"} <= set(card.data.tags)
+            method = "tbpo" if trainer.args.loss_type == "tbpo" else "grpo"
+            assert {"trl", method} <= set(card.data.tags)
+            assert len({"tbpo", "grpo"} & set(card.data.tags)) == 1
 
 
 @pytest.mark.parametrize("repository", ["me/sums", None])
@@ -285,8 +287,8 @@ def test_the_card_of_a_merged_adapter_does_not_call_the_repository_of_the_merged
 FACTS = {"base_id": "Qwen/Qwen3-8B", "base": "Qwen/Qwen3-8B"}
 OF_ADAPTER = {"rank": 8, "served_rank": 8, "served_base": "me/base"}
 TRAINED = {
-    **{"steps": 5, "trainer": "QaRL", "objective": "TBPO", "rewards": ["math_reward"], "code": "qarl_trl"},
-    **{"cites_qarl": True, "aligned": True, "samples": True},
+    **{"steps": 5, "trainer": "QaRL", "methods": ["tbpo"], "objective": "TBPO", "rewards": ["math_reward"]},
+    **{"code": "qarl_trl", "cites_qarl": True, "aligned": True, "samples": True},
 }
 RENDERED = {
     "export": ("low_bit", FACTS),

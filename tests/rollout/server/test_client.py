@@ -16,6 +16,7 @@ from qarl_trl.rollout.server import files
 from qarl_trl.rollout.server.client import ServerClient
 from qarl_trl.rollout.server.facts import engine_facts
 from qarl_trl.rollout.server.files import read_parts
+from qarl_trl.rollout.server.key import find_key, make_key
 from qarl_trl.rollout.vllm.adapters import ADAPTER_NAME
 
 
@@ -52,7 +53,7 @@ class Stub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def client_of(answers, folder="nowhere"):
+def client_of(answers, folder="nowhere", connection_timeout=0.0):
     """A client of a stub with these answers; `client.asked` lists path, body and key of every request."""
     stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
     stub.answers = {"/v1/models": {"data": [{"id": "m"}]}, "/get_world_size": {"world_size": 1}} | answers
@@ -60,7 +61,8 @@ def client_of(answers, folder="nowhere"):
     threading.Thread(target=stub.serve_forever, args=(0.02,), daemon=True).start()
 
     try:
-        client = ServerClient(folder, base_url=f"http://127.0.0.1:{stub.server_address[1]}")
+        address = f"http://127.0.0.1:{stub.server_address[1]}"
+        client = ServerClient(folder, base_url=address, connection_timeout=connection_timeout)
         client.asked = stub.asked
         yield client
     finally:
@@ -147,6 +149,35 @@ def test_no_server_or_something_else_at_the_address_is_one_clear_error():
     # Another program, which has no such route.
     with pytest.raises(ConnectionError, match="404"), client_of({"/health": lambda body: (404, {})}):
         pass
+
+
+def test_a_run_that_waits_for_its_server_says_so_once_and_takes_the_key_that_the_server_makes(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr("qarl_trl.rollout.server.client.time.sleep", lambda seconds: None)
+    folder = tmp_path / "sync"
+    starts = iter([503, 503, 200])
+
+    def health(body):
+        status = next(starts)
+        if status == 200:
+            make_key(str(folder))
+        return status, {}
+
+    with client_of({"/health": health}, folder, connection_timeout=30) as client:
+        client._get(f"{client.base_url}/weights")
+
+    (said,) = [record.getMessage() for record in caplog.records if record.name.endswith("server.client")]
+    assert f"at {client.base_url} yet: waiting for up to 30 s" in said
+    assert "qarl-trl serve --config" in said
+    assert client.asked[-1][2] == f"Bearer {find_key(folder)}"
+    assert len(find_key(folder)) == 32
+
+    # Control: where the server is there, nothing is said.
+    caplog.clear()
+    with client_of({}, folder, connection_timeout=30):
+        assert caplog.records == []
 
 
 def test_the_key_goes_with_every_request_and_a_wrong_one_is_a_permission_error(monkeypatch):
