@@ -15,7 +15,18 @@ from qarl_trl.quant.supported import SUPPORTED
 NVFP4 = "NVFP4A16"  # its global scale belongs to several layers: tests/quant/test_nvfp4.py
 # Each with the group size of its preset.
 NAMES = [name for name in SUPPORTED if name != NVFP4]
-SCHEMES = [(name, size) for name in NAMES for size in SUPPORTED[name].group_sizes or (None,)]
+
+
+def with_every_group_size(names):
+    """Names and group sizes; `None` for a scheme without groups."""
+    pairs = []
+    for name in names:
+        for size in SUPPORTED[name].group_sizes or (None,):
+            pairs.append((name, size))
+    return pairs
+
+
+SCHEMES = with_every_group_size(NAMES)
 ALL_SCHEMES = [*SCHEMES, (NVFP4, None)]
 WEIGHT_ONLY = [name for name in NAMES if SUPPORTED[name].activations == "none"]
 
@@ -43,7 +54,24 @@ def same_bytes(a, b):
 
 def same_tensors(tensors, expected):
     """Whether two dicts hold the same bytes under the same names."""
-    return tensors.keys() == expected.keys() and all(same_bytes(tensors[name], expected[name]) for name in expected)
+    if tensors.keys() != expected.keys():
+        return False
+
+    return all(same_bytes(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def copies(named_tensors):
+    """Copies by name of a stream or of named parameters, which a later write does not reach."""
+    # One after the other: what a stream gives may be gone when the next comes.
+    copied = {}
+    for name, tensor in named_tensors:
+        copied[name] = tensor.detach().clone()
+    return copied
+
+
+def names_in(named):
+    """The names of a stream, or of named parameters or modules, in their order."""
+    return [name for name, _ in named]
 
 
 def relative_error(numbers, expected):

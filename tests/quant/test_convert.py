@@ -8,6 +8,7 @@ import torch
 
 from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.layers.linear import QuantLinear
+from quant.schemes import names_in
 from quant.toy_layers import LINEARS, names_of
 
 
@@ -22,8 +23,8 @@ def structure_of(model):
 
     return {
         "parameters": list(parameters.items()),
-        "modules": [name for name, _ in model.named_modules()],
-        "buffers": [name for name, _ in model.named_buffers()],
+        "modules": names_in(model.named_modules()),
+        "buffers": names_in(model.named_buffers()),
         "state_dict": list(model.state_dict()),
     }
 
@@ -46,7 +47,8 @@ def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, sch
     assert structure_of(model) == structure
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, values[name]), name
-    assert all(param.grad is not None for param in model.parameters())
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
     assert not hasattr(model.config, "quantization_config")
 
 

@@ -5,7 +5,7 @@ import references
 import torch
 
 from qarl_trl.quant.quantize import dequantize
-from quant.schemes import ALL_SCHEMES, SCHEMES, decompressed, low_bit_of, same_bytes, same_tensors
+from quant.schemes import ALL_SCHEMES, SCHEMES, copies, decompressed, low_bit_of, same_bytes, same_tensors
 
 
 def rows_of(low_bit):
@@ -40,7 +40,7 @@ def test_dequantize_is_the_decompression_of_compressed_tensors(scheme, group_siz
 def test_a_wider_dtype_gets_the_same_numbers_in_new_storage(scheme, group_size):
     """Quantized values times scale round to bfloat16 first."""
     low_bit = low_bit_of(scheme, group_size)
-    before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+    before = copies(low_bit.tensors.items())
 
     wide = dequantize(low_bit, torch.float32)
 

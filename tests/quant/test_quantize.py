@@ -86,7 +86,8 @@ def test_tensors_are_sorted_and_whole(scheme, group_size):
 
     assert list(low_bit.tensors) == sorted(low_bit.tensors)
     assert low_bit.shape == (128, 256)
-    assert all(tensor.is_contiguous() for tensor in low_bit.tensors.values())
+    for name, tensor in low_bit.tensors.items():
+        assert tensor.is_contiguous(), name
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
@@ -98,8 +99,9 @@ def test_the_master_is_neither_changed_nor_shared(scheme, group_size, dtype):
     tensors = stored(weight, scheme, group_size)
 
     assert torch.equal(weight, before)
-    assert address(weight) not in [address(tensor) for tensor in tensors.values()]
-    assert not any(tensor.requires_grad for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        assert address(tensor) != address(weight), name
+        assert not tensor.requires_grad, name
 
 
 # Golden vectors -----------------------------------------------------------------------------------------------------
@@ -120,7 +122,12 @@ def golden_tensors(golden, scheme, group_size):
     if group_size is not None:
         label = "channel" if group_size == -1 else group_size
         prefix = f"{scheme}-{label}."
-    return {name.removeprefix(prefix): tensor for name, tensor in golden.items() if name.startswith(prefix)}
+
+    tensors = {}
+    for name, tensor in golden.items():
+        if name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = tensor
+    return tensors
 
 
 @pytest.mark.parametrize(("scheme", "group_size"), ALL_SCHEMES)
@@ -177,8 +184,9 @@ def test_a_diverged_weight_is_refused(scheme, group_size, value):
 def test_a_weight_without_rows_has_no_quantized_values(scheme):
     tensors = stored(torch.empty(0, 256), scheme, None)
 
-    of_rows = [tensor for name, tensor in tensors.items() if name not in ("weight_shape", "weight_global_scale")]
-    assert all(tensor.numel() == 0 for tensor in of_rows)
+    for name, tensor in tensors.items():
+        if name not in ("weight_shape", "weight_global_scale"):
+            assert tensor.numel() == 0, name
 
 
 @pytest.mark.parametrize("shape", [(128,), (2, 4, 128), (4, 132)])
@@ -197,8 +205,9 @@ def test_parts_of_the_rows_are_weights_of_their_own(scheme, group_size):
 
     parts = quantize_weight(weight, resolved).split(128)
 
-    assert [part.shape for part in parts] == [(128, 256)] * 3
+    assert len(parts) == 3
     for part, rows in zip(parts, weight.split(128), strict=True):
+        assert part.shape == (128, 256)
         assert same_tensors(part.tensors, quantize_weight(rows, resolved).tensors)
     # Control: the parts differ.
     assert not same_tensors(parts[0].tensors, parts[1].tensors)

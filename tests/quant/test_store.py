@@ -18,7 +18,7 @@ from torch import nn
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight
 from qarl_trl.quant.layers.lora import merged_weight
 from qarl_trl.quant.quantize import dequantize
-from quant.schemes import NVFP4, same_tensors
+from quant.schemes import NVFP4, names_in, same_tensors
 from quant.toy_layers import IN, OUT, make_input, make_layer, make_model, record_quantizations
 
 
@@ -397,7 +397,8 @@ def test_a_copied_model_has_a_store_of_its_own():
 
     twin_store = low_bit_store(twin)
     assert twin_store is not store
-    assert all(layer.store is twin_store for layer in twin)
+    for layer in twin:
+        assert layer.store is twin_store
     assert twin_store.model is twin
     assert twin_store.kept() == {}
 
@@ -467,14 +468,14 @@ def test_names_count_from_the_attached_model():
     store = model[0].store
 
     store.attach(outer)
-    assert [name for name, _ in store.layers()] == ["policy.0", "policy.1"]
-    assert next(name for name, _ in store.tensors()) == "policy.0.weight_packed"
+    assert names_in(store.layers()) == ["policy.0", "policy.1"]
+    assert names_in(store.tensors())[0] == "policy.0.weight_packed"
     assert low_bit_store(model) is store  # finding it again attaches nothing
     assert store.model is outer
 
     # Control: the model alone.
     store.attach(model)
-    assert [name for name, _ in store.layers()] == ["0", "1"]
+    assert names_in(store.layers()) == ["0", "1"]
 
 
 def test_a_store_does_not_keep_its_model_alive():

@@ -1,5 +1,6 @@
 """`qarl_trl.quant.stream`: the one stream that sync and export read."""
 
+import fnmatch
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +10,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantized_modules
 from qarl_trl.quant.layers import matmul
-from quant.schemes import NAMES
+from quant.schemes import NAMES, copies, names_in
+from quant.toy_layers import low_bit_parameters_of
 
 
 PACKED = ["weight_packed", "weight_scale", "weight_shape"]
@@ -32,14 +34,15 @@ TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
 def expected_names(model, scheme):
     """Module order, each low-bit layer's tensors where its weight was."""
-    low_bit_weights = {f"{name}.weight" for name, _ in quantized_modules(model)}
+    low_bit_weights = low_bit_parameters_of(model)
 
     names = []
     for name, _ in model.named_parameters():
-        if name in low_bit_weights:
-            names += [name.removesuffix("weight") + tensor for tensor in TENSORS_OF_LAYER[scheme]]
-        else:
+        if name not in low_bit_weights:
             names.append(name)
+            continue
+        for tensor in TENSORS_OF_LAYER[scheme]:
+            names.append(name.removesuffix("weight") + tensor)
     return names
 
 
@@ -57,7 +60,7 @@ def test_names_and_dtypes_are_those_of_the_checkpoint(tiny_model, kind, scheme):
 
     stream = list(iter_low_bit_weights(model))
 
-    assert [name for name, _ in stream] == expected_names(model, scheme)
+    assert names_in(stream) == expected_names(model, scheme)
     for name, tensor in stream:
         assert tensor.dtype == expected_dtype(name, scheme), name
         assert not tensor.requires_grad
@@ -105,7 +108,7 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
         assert stream[name] is tensor, name
 
     # Control: the quantized values before the last step.
-    values = [name for name in multiplied if name.endswith(TENSORS_OF_LAYER[scheme][0])]
+    values = fnmatch.filter(multiplied, f"*.{TENSORS_OF_LAYER[scheme][0]}")
     assert len(values) == 14
     for name in values:
         assert not torch.equal(stale[name].view(torch.uint8), stream[name].view(torch.uint8)), name
@@ -117,7 +120,10 @@ def test_what_is_not_quantized_is_a_bfloat16_copy(tiny_model, dtype):
     model = apply_quantization(tiny_model("qwen2", dtype=dtype), "W4A16")
     parameters = dict(model.named_parameters())
 
-    plain = {name: tensor for name, tensor in iter_low_bit_weights(model) if name in parameters}
+    plain = {}
+    for name, tensor in iter_low_bit_weights(model):
+        if name in parameters:
+            plain[name] = tensor
 
     assert {"lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= plain.keys()
     for name, tensor in plain.items():
@@ -180,7 +186,7 @@ def test_parameters_are_read_where_they_are_whole():
     expected = dict(iter_low_bit_weights(model))
     gather = EmptyOutsideOfGather(model)
 
-    stream = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model, gather)}
+    stream = copies(iter_low_bit_weights(model, gather))
 
     assert gather.gathered == [1, 1]
     assert stream.keys() == expected.keys()
@@ -195,9 +201,9 @@ def test_the_wrapper_of_activation_checkpointing_is_not_in_the_names():
     wrapped = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Sequential(nn.Linear(128, 8))})
     model = apply_quantization(nn.ModuleDict({"layer": wrapped}), "W4A16")
 
-    names = [name for name, _ in iter_low_bit_weights(model)]
+    names = names_in(iter_low_bit_weights(model))
 
-    assert names == [f"layer.0.{name}" for name in (*PACKED, "bias")]
+    assert names == ["layer.0.weight_packed", "layer.0.weight_scale", "layer.0.weight_shape", "layer.0.bias"]
 
 
 def test_a_buffer_under_activation_checkpointing_is_sent():
@@ -213,4 +219,4 @@ def test_a_buffer_under_activation_checkpointing_is_sent():
 def test_a_layer_that_is_the_whole_model_has_the_names_of_its_parameters():
     layer = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")[0]
 
-    assert [name for name, _ in iter_low_bit_weights(layer)] == [*PACKED, "bias"]
+    assert names_in(iter_low_bit_weights(layer)) == [*PACKED, "bias"]

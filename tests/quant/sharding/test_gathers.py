@@ -116,8 +116,11 @@ def train(model: nn.Module, steps: int = 3) -> list[Step]:
         quantized_shapes.append(weight.shape)
         return quantize_weight(weight, *args)
 
+    trained = []
     with patch.object(shards, "quantize_weight", recorded):
-        return [train_one_step(model, optimizer, step, quantized_shapes) for step in range(steps)]
+        for step in range(steps):
+            trained.append(train_one_step(model, optimizer, step, quantized_shapes))
+    return trained
 
 
 def train_one_step(
@@ -155,7 +158,7 @@ def train_one_step(
 
 def same_step(one: Step, other: Step) -> bool:
     assert len(one.tensors) == len(other.tensors)
-    return all(same_bytes(a, b) for a, b in zip(one.tensors, other.tensors, strict=True))
+    return all(map(same_bytes, one.tensors, other.tensors))
 
 
 def check_forwards_without_gradient(by_weights: nn.Module, by_quantized: nn.Module) -> None:
@@ -189,7 +192,9 @@ def low_bit_matrices(model: nn.Module) -> list[Any]:
     matrices = []
     for _, layer in quantized_modules(model):
         module: Any = layer
-        matrices += [param for param in module.parameters(recurse=False) if param.ndim > 1]
+        for param in module.parameters(recurse=False):
+            if param.ndim > 1:
+                matrices.append(param)
     return matrices
 
 
@@ -214,7 +219,8 @@ def train_both_ways(kind: str, scheme: str) -> dict[str, Any]:
 
     matrices = low_bit_matrices(model_by_quantized)
     assert matrices
-    assert all(type(param.to_local()) is MasterShard for param in matrices)
+    for param in matrices:
+        assert type(param.to_local()) is MasterShard
     torch.distributed.destroy_process_group()
 
     for step in (*by_weights, *by_quantized):

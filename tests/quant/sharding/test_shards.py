@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, quantized_modules, resolve_scheme
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, resolve_scheme
 from qarl_trl.quant.sharding.shards import quantize_shards
 from quant.schemes import NAMES, normal, same_bytes, same_tensors
+from quant.toy_layers import low_bit_parameters_of
 
 
 pytestmark = pytest.mark.slow
@@ -97,7 +98,8 @@ def quantize_in_processes(processes):
 @pytest.mark.parametrize("processes", [2, 4], ids=["FSDP2", "HSDP"])
 def test_quantized_values_of_shards_are_those_of_the_whole_weight(processes):
     for gathered in isolated_group(quantize_in_processes, processes, processes):
-        assert {case for case, what in gathered.items() if what == "weight"} == GATHERED_AS_WEIGHT
+        as_weight = {case for case, what in gathered.items() if what == "weight"}
+        assert as_weight == GATHERED_AS_WEIGHT
         assert len(gathered) == 6 * len(SHAPES) + 6 + 4
 
 
@@ -146,15 +148,20 @@ def sync_in_processes(scheme):
     check_stream(stream, scheme, master_weights)
     torch.distributed.destroy_process_group()
 
-    low_bit_names = {f"{name}.weight" for name, _ in quantized_modules(model)}
-    all_entries = sum(weight.numel() for weight in master_weights.values())
-    low_bit_entries = sum(master_weights[name].numel() for name in low_bit_names)
+    low_bit_names = low_bit_parameters_of(model)
+    low_bit_entries = 0
+    other_entries = 0
+    for name, weight in master_weights.items():
+        if name in low_bit_names:
+            low_bit_entries += weight.numel()
+        else:
+            other_entries += weight.numel()
     return {
         "by_sync": by_sync.gathered,
         "by_weights": by_weights.gathered,
         "stream": stored_bytes(stream),
         "low_bit_entries": low_bit_entries,
-        "other_entries": all_entries - low_bit_entries,
+        "other_entries": other_entries,
     }
 
 
