@@ -47,6 +47,7 @@ def names_with_gradient(model):
 
 def make_model(scheme="W4A16", bias=False, dtype=torch.float32, **options):
     """A model of one low-bit layer, `IN` to `OUT`."""
+    # `nn.Linear` draws from torch's own generator, so all layers of one form are equal.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, OUT, bias=bias).to(dtype))
     return apply_quantization(model, scheme, **options)
@@ -72,6 +73,7 @@ def quantized_input(scheme, x):
         return x
 
     # Each function takes the dtype that the gemm of its scheme quantizes.
+    # A token is a row of the last dimension, whatever stands before it.
     rows = x.flatten(0, -2)
     if scheme == "W4A8":
         quantized, scale = activations.quantize_tokens_int8_asymmetric(rows.bfloat16())
