@@ -36,6 +36,7 @@ def assert_stacks_are_the_checkpoint(model):
     stream = list(iter_low_bit_weights(model, stacked=True))
     tensors = one_by_one(stream)
 
+    # Control: there are stacks.
     assert len(stream) < len(expected)
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -52,7 +53,8 @@ def test_stacks_have_the_tensors_of_the_checkpoint(kind, scheme):
 
 def test_stacks_of_experts_in_high_precision():
     model = apply_quantization(make_model("qwen3_moe"), "W4A16", ignore=WITHOUT_EXPERTS)
-    assert "model.layers.0.mlp.experts.3.up_proj.weight" in dict(iter_low_bit_weights(model))  # the premise
+    # The premise: without stacks they come one by one.
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in dict(iter_low_bit_weights(model))
 
     assert_stacks_are_the_checkpoint(model)
 
@@ -76,6 +78,7 @@ def test_stacks_of_low_bit_experts_are_no_copies():
 
     kept = low_bit_store(model).kept()["model.layers.0.mlp.experts.gate_up_proj"]
     for projection in ("gate_proj", "up_proj"):
+        # Gate and up are halves of one parameter, so both must be views of its one low-bit weight.
         stack = stream[f"model.layers.0.mlp.experts.*.{projection}.weight_packed"]
         assert stack.untyped_storage().data_ptr() == kept.quantized.untyped_storage().data_ptr()
 
@@ -89,6 +92,7 @@ def test_a_model_without_low_bits_keeps_the_names_of_transformers():
     assert "model.layers.0.mlp.experts.gate_up_proj" in names
 
 
+# A block in two experts, a word of eight zero points in two, and one scale above all.
 @pytest.mark.parametrize(("scheme", "rows"), [("FP8_BLOCK", 192), ("W4A16_ASYM", 4), ("NVFP4A16", 128)])
 def test_experts_that_share_a_scale_are_refused(scheme, rows):
     weight = quantize_weight(torch.randn(4 * rows, 128), resolve_scheme(scheme))

@@ -16,6 +16,7 @@ from quant.toy_layers import low_bit_parameters_of
 
 PACKED = ["weight_packed", "weight_scale", "weight_shape"]
 # The tensors of a low-bit layer, in the order of the stream.
+# Written out, because a wrong name is one that vLLM does not load.
 TENSORS_OF_LAYER = {
     "W4A16": PACKED,
     "W4A16_ASYM": [*PACKED, "weight_zero_point"],
@@ -81,6 +82,7 @@ def record_multiplied_tensors(model, monkeypatch):
     def recorded(x, bias, low_bit, *rest):
         master_weight = rest[-1]
         for tensor_name, tensor in low_bit.tensors.items():
+            # The last argument of the product is the master weight, which gets the gradient: by it the layer is known.
             multiplied[f"{names[id(master_weight)]}.{tensor_name}"] = tensor
         return apply(x, bias, low_bit, *rest)
 
@@ -94,6 +96,7 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
     model = apply_quantization(tiny_model(**SIZES), scheme)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     low_bit_store(model).follow(optimizer)
+    # Two steps, so that something is kept that could be stale.
     for _ in range(2):
         train_one_step(model, optimizer)
     stale = dict(iter_low_bit_weights(model))
@@ -105,6 +108,7 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
 
     assert len(multiplied) == 14 * len(TENSORS_OF_LAYER[scheme])
     for name, tensor in multiplied.items():
+        # The same object, and not only equal bytes.
         assert stream[name] is tensor, name
 
     # Control: the quantized values before the last step.
@@ -125,6 +129,7 @@ def test_what_is_not_quantized_is_a_bfloat16_copy(tiny_model, dtype):
         if name in parameters:
             plain[name] = tensor
 
+    # Control: the head, a norm and a bias are among them.
     assert {"lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= plain.keys()
     for name, tensor in plain.items():
         assert torch.equal(tensor, parameters[name].detach().bfloat16())
@@ -143,12 +148,14 @@ def test_a_tied_head_is_sent_once(tiny_model):
 
 def test_persistent_buffers_follow_in_their_own_dtype():
     model = nn.Sequential(nn.Linear(128, 8), nn.BatchNorm1d(8))
+    # No checkpoint has it.
     model.register_buffer("cache", torch.ones(3), persistent=False)
 
     stream = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
 
     assert stream["1.running_mean"].dtype == torch.float32
     assert stream["1.num_batches_tracked"].dtype == torch.int64
+    # A copy: an engine keeps references, and a forward in training writes to it.
     assert stream["1.running_mean"].data_ptr() != model[1].running_mean.data_ptr()
     assert "cache" not in stream
 
@@ -188,6 +195,7 @@ def test_parameters_are_read_where_they_are_whole():
 
     stream = copies(iter_low_bit_weights(model, gather))
 
+    # The weight and the bias, one after the other: ZeRO-3 never holds more than one whole.
     assert gather.gathered == [1, 1]
     assert stream.keys() == expected.keys()
     for name, tensor in expected.items():

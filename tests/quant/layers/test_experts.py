@@ -50,6 +50,7 @@ def make_inputs(tokens, experts, top_k=2, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     number, _, hidden = experts.gate_up_proj.shape
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
+    # Random routing: the experts get unequal numbers of tokens.
     scores = torch.randn(tokens, number, generator=generator)
     weights, chosen = scores.softmax(-1).topk(top_k)
     return x.requires_grad_(), chosen, weights.to(dtype).requires_grad_()
@@ -84,7 +85,7 @@ def put_on_grid(model):
         is_expert = param.ndim == 3
         if is_linear or is_expert:
             codes = torch.randint(0, 16, param.shape, generator=generator)
-            # The group's range is then that of the codes, so the scale is exact.
+            # In each group of 128, so that its range is that of the codes, and the scale is exact.
             codes[..., 0::128] = 0
             codes[..., 1::128] = 15
             param.data = ((codes - 8) / 32).to(param.dtype)
@@ -116,6 +117,7 @@ def test_where_quantization_changes_nothing_it_is_the_grouped_mm_model_bit_for_b
     # Control: off the grid it is another model.
     for model in (plain, low_bit):
         with torch.no_grad():
+            # Every column by another factor: no scale of a group can undo that.
             experts_of(model).down_proj.mul_(torch.linspace(0.5, 1.5, 128).to(dtype))
     assert not torch.equal(plain(TOKENS).logits, low_bit(TOKENS).logits)
 
@@ -281,9 +283,11 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(monkeypatch):
         y = grouped_mm(a, b, offs=offs)
         sizes = offs.diff(prepend=offs.new_zeros(1))
         if b.ndim == 3:  # the output of a layer
+            # Rows that belong to no expert.
             y[offs[-1] :] = torch.nan
         else:  # the gradient of its weights, which is a matrix for each expert
-            assert (sizes == 0).any()  # control
+            # Control: there is an expert without tokens.
+            assert (sizes == 0).any()
             y[sizes == 0] = torch.nan
         return y
 
@@ -291,6 +295,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(monkeypatch):
     experts = experts_of(quantized_model())
     x, _, _ = make_inputs(3, experts)
 
+    # Experts 1 and 3 get none.
     y = experts(x, torch.tensor([[0, 2]] * 3), torch.full((3, 2), 0.5))
     y.sum().backward()
 
@@ -305,6 +310,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero(monkeypatch):
 def test_no_token_and_a_single_one(scheme, tokens):
     experts = experts_of(quantized_model(scheme=scheme, num_hidden_layers=1, **SIZES))
 
+    # With one choice a token there is nothing to sum.
     for top_k in (1, 2):
         x, chosen, routing = make_inputs(tokens, experts, top_k)
         y = experts(x, chosen, routing)
@@ -369,11 +375,13 @@ class Recorder(TorchDispatchMode):
 @pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
+    # Many experts and few tokens, so that weights outweigh activations.
     model = quantized_model(scheme=scheme, num_experts=32, num_hidden_layers=1)
     experts = experts_of(model)
     experts.requires_grad_(trained)
     x, chosen, routing = make_inputs(8, experts)
-    experts(x, chosen, routing)  # quantized values are made
+    # The first forward makes the quantized values, which are kept and not counted.
+    experts(x, chosen, routing)
     gate_up_bytes = experts.gate_up_proj.numel() * 4  # float32
     down_bytes = experts.down_proj.numel() * 4
     kept = {}
@@ -386,6 +394,7 @@ def test_one_parameter_at_a_time_is_dequantized_and_not_kept(scheme, trained):
     def unpack(tensor):
         return tensor
 
+    # Half of the smaller parameter: no activation of eight tokens is as large.
     with Recorder(down_bytes // 2) as forward, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         loss = experts(x, chosen, routing).sum()
     with Recorder(down_bytes // 2) as backward:
@@ -430,6 +439,7 @@ def test_the_grouped_gemm_of_float8_is_called_as_torch_demands(monkeypatch, sche
     """Shapes, strides and dtypes, by the operation's own checks; its numbers need a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     low_bit = quantize_weight(torch.randn(8 * 256, 128), resolve_scheme(scheme))
+    # The meta device has the operation's checks, and none of its numbers.
     on_meta = {name: tensor.to("meta") for name, tensor in low_bit.data.items()}
     weight = LowBitWeight(on_meta, low_bit.scheme)
     offsets = torch.empty(8, dtype=torch.int32, device="meta")
@@ -465,6 +475,7 @@ def test_quantized_values_are_made_once_a_step_and_shared_by_forward_and_stream(
     stream = dict(iter_low_bit_weights(model))
     for parameter in PROJECTIONS:
         first_layer = layer_names(EXPERTS, experts, parameter)[0]
+        # Not the shape, which is made anew for each layer.
         for name in ("weight_packed", "weight_scale"):
             multiplied = experts.low_bit(parameter).tensors[name]
             assert stream[f"{first_layer}.{name}"].data_ptr() == multiplied.data_ptr()
@@ -487,7 +498,8 @@ def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch
     model = quantized_model(scheme=scheme, num_hidden_layers=1, **SIZES)
     experts = experts_of(model)
     with torch.no_grad():
-        for parameter in (experts.gate_up_proj, experts.down_proj):  # so that a scale of another expert would be seen
+        # So that a scale of another expert would be seen.
+        for parameter in (experts.gate_up_proj, experts.down_proj):
             parameter.mul_(torch.logspace(-2, 2, len(parameter)).view(-1, 1, 1))
     low_bit_store(model).will_be_told()
     quantizations = record_quantizations(monkeypatch)
@@ -498,6 +510,7 @@ def test_all_experts_in_one_call_have_the_bytes_of_one_call_for_each(monkeypatch
         for master_weight, layer in zip(master_weights, split_into_layers(experts, name), strict=True):
             expected = quantize_weight(master_weight, experts.scheme)
             assert same_tensors(layer.tensors, expected.tensors)
+    # Once for each of the two parameters.
     assert len(quantizations) == 2
 
     # Control: two experts have different bytes.

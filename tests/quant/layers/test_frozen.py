@@ -65,12 +65,14 @@ def frozen_model(folder, scheme=None, **changes):
 
 def with_adapters(model, **changes):
     """Adapters of a trained one's size, with scaling 4, on three kinds of layers."""
+    # Of attention and MLP, with and without a bias, wider and narrower than their input.
     settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj", "down_proj"]} | changes
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
+                # peft begins with zeros, which would make the base alone pass the tests.
                 param.normal_(std=0.05)
 
     align_adapters(model)
@@ -129,7 +131,8 @@ def test_a_learner_in_float32_computes_the_same(checkpoint):
     assert relative_error(layer(x.float()), layer(x)) < 2**-7
 
 
-ENGINE_RANK = 64  # to which an engine pads with zeros
+# The rank to which an engine pads adapters with zeros.
+ENGINE_RANK = 64
 
 
 def adapter_product_of_engine(x, lora_A, lora_B):
@@ -184,6 +187,7 @@ def test_gradients_are_those_of_the_sum(checkpoint, scheme):
 
     (layer(x) * grad).sum().backward()
 
+    # In float64, by the factors as the forward rounds them.
     weight = dequantize(layer.base_layer.low_bit(), torch.float32).double()
     lora_A, lora_B = factors_of(layer)
     used_A = lora_A.detach().bfloat16().double()
@@ -202,13 +206,15 @@ def test_gradients_are_those_of_the_sum(checkpoint, scheme):
 # What is alive ------------------------------------------------------------------------------------------------------
 
 
-SIZE_OF_MLP = 256 * 128  # of gate, up and down: no other tensor has so many entries
+# Of gate, up and down: no other tensor has so many entries.
+SIZE_OF_MLP = 256 * 128
 
 
 def matrices_alive():
     """Addresses and shapes of the tensors in bfloat16 or float32 that have the size of an MLP's weight."""
     alive = {}
     for thing in gc.get_objects():
+        # Not subclasses, whose attributes may compute something.
         if type(thing) not in (torch.Tensor, torch.nn.Parameter) or thing.is_meta:
             continue
         if thing.is_floating_point() and thing.itemsize > 1 and thing.numel() == SIZE_OF_MLP:
@@ -220,6 +226,7 @@ def matrices_alive():
 def only_new_objects():
     """Inside, `gc.get_objects` has only what was made there."""
     gc.collect()
+    # Models of other tests are alive, too.
     gc.freeze()
     try:
         yield
@@ -285,6 +292,7 @@ def test_the_model_moves_and_keeps_its_dtypes(checkpoint):
             before[name] = tensor
     assert before
 
+    # What a trainer and accelerate do to a model. A scale that became float32 would be another checkpoint.
     for move in (move_to_float32, move_to_cpu, copy.deepcopy):
         model = move(model)
         after = stream_of(model)
@@ -310,6 +318,7 @@ def test_the_stream_of_the_adapter_has_scaled_factors(checkpoint):
     weight = model.get_parameter(f"base_model.model.{LAYER}.lora_B.default.weight")
     name = f"base_model.model.{LAYER}.lora_B.weight"
 
+    # Two factors for three kinds of layers in two blocks.
     adapter = dict(adapter_tensors(model))
     assert len(adapter) == 12
     assert torch.equal(adapter[name], weight.bfloat16() * 4)
@@ -346,6 +355,7 @@ def store_in_high_precision(tensors):
     for name in list(tensors):
         if name.startswith(f"{LAYER}.weight"):
             del tensors[name]
+    # The shape is right.
     tensors[f"{LAYER}.weight"] = torch.ones(256, 128)
 
 

@@ -37,6 +37,7 @@ from quant.toy_layers import (
 
 
 SCHEMES = ["W4A16", "FP8_DYNAMIC"]
+# Of attention and MLP, and not all of them: those without an adapter must stay as they are.
 ADAPTED = ["q_proj", "v_proj", "down_proj"]
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
@@ -102,6 +103,7 @@ def test_quantized_values_are_those_of_pefts_own_merge(tiny_model, changes):
     rounded = copy.deepcopy(model)
     with torch.no_grad():
         for param in rounded.parameters():
+            # The values that are merged: peft merges whatever the parameters hold.
             param.copy_(param.bfloat16())
 
     expected = stream_of(apply_quantization(rounded.merge_and_unload(), "W4A16"))
@@ -200,6 +202,7 @@ def test_a_step_moves_quantized_values_and_leaves_the_base_bit_for_bit(tiny_mode
     before = copy_of_stream(model)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
 
+    # Several steps, because merging and unmerging adds a rounding each time.
     for _ in range(3):
         model(TOKENS, labels=TOKENS).loss.backward()
         optimizer.step()
@@ -253,6 +256,7 @@ def test_another_adapter_has_its_own_quantized_values(tiny_model):
     """As TRL keeps a frozen copy of a given adapter, "ref", for reference log-probs."""
     model = with_adapters(tiny_model())
     model.add_adapter("ref", model.peft_config["default"])
+    # Another B than the policy's, so that the two can be told apart.
     randomize_factor_b(model, adapter="ref")
     apply_quantization(model, "W4A16")
     policy_logits = model(TOKENS).logits
@@ -311,7 +315,8 @@ def test_quantized_values_are_made_once_per_step_and_those_of_frozen_layers_once
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
     low_bit_store(model).follow(optimizer)
 
-    for expected in (14, 6, 6):  # all layers, then those with an adapter
+    # All layers first, then only those with an adapter: the others do not change.
+    for expected in (14, 6, 6):
         quantizations.clear()
         for _ in range(2):
             model(TOKENS, labels=TOKENS).loss.backward()
@@ -343,6 +348,7 @@ def test_the_base_is_quantized_once_for_a_reference_model(tiny_model, monkeypatc
     quantizations.clear()
     with torch.no_grad(), model.disable_adapter():
         model(TOKENS)
+    # The base is the same after a step.
     assert not quantizations
 
 
@@ -358,6 +364,7 @@ def test_the_base_is_quantized_once_for_a_reference_model(tiny_model, monkeypatc
 )
 def test_quantized_values_follow_every_source(change):
     layer = make_layer()
+    # A store that nobody tells makes trained weights each time, which would hide a change that it misses.
     layer.store.will_be_told()
     before = layer.low_bit()
     assert layer.low_bit() is before
@@ -487,6 +494,7 @@ def train_sharded(folder):
     optimizer.step()
     optimizer.zero_grad()
 
+    # From the second step on a sync comes before the forward, and both must have the same.
     stream_before = stream_of(model)
     model(TOKENS, labels=TOKENS).loss.backward()
     assert len(store.kept()) == len(list(store.layers()))
@@ -505,6 +513,7 @@ def test_under_fsdp2_forward_and_sync_share_the_quantized_values_of_one_process(
     isolated_group(train_sharded, 2, str(tmp_path))
 
     stream, with_gradient = torch.load(tmp_path / "rank_0.pt")
+    # Two factors for three kinds of layers in two blocks.
     assert len(with_gradient) == 12
     for name in with_gradient:
         assert "lora_" in name
