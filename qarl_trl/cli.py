@@ -92,6 +92,7 @@ def run(argv: Sequence[str]) -> Callable[[], None] | None:
     # Only for the list in `--help`: each command parses its own arguments.
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
+    # The first word alone: all others are the command's own.
     command = parser.parse_args(argv[:1]).command
 
     place, _ = COMMANDS[command]

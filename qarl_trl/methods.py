@@ -103,6 +103,7 @@ class Method:
     command: str
     about: str
     data: type[DataArguments]
+    # Import paths, not classes: importing a trainer loads vLLM, and `--help` needs neither.
     config: str
     trainer: str
     trl_config: str
@@ -155,6 +156,7 @@ def _load_prompts(settings: DistillationArguments, config: Any, name_or_path: st
         settings.prompt_template,
         config_name=settings.dataset_config,
         problem_column=settings.problem_column,
+        # Without a name no completion is read, so data for rollouts need no such column.
         completion_column=settings.completion_column if config.distill_on == "answers" else None,
         system_prompt=settings.system_prompt,
         conversational=settings.conversational,

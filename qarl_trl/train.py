@@ -93,6 +93,7 @@ def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Meth
     keys = _keys_of(argv)
     unknown = {}
     for method in METHODS.values():
+        # A key that no method knows counts for all of them, and decides nothing.
         known = {field.name for group in _groups(method) for field in fields(group)}
         unknown[method] = len(keys - known)
 
@@ -117,6 +118,7 @@ def _keys_of(argv: Sequence[str]) -> set[str]:
             continue
         name, has_value, value = word.removeprefix("--").partition("=")
         if name == "config":
+            # `--config FILE` or `--config=FILE`.
             recipe = value if has_value else argv[place + 1]
             keys |= read_recipe(Path(recipe)).keys()
         else:
@@ -203,6 +205,7 @@ def _names_of_ours(config: type) -> set[str]:
     """The names of those fields of a config."""
     names: set[str] = set()
     for base in config.__mro__:
+        # By annotation, not by `fields`: those include what TRL's config has.
         if base.__module__.startswith("qarl_trl."):
             names |= vars(base).get("__annotations__", {}).keys()
     return names
@@ -236,6 +239,7 @@ def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, 
     with_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset = load_datasets(script_args, with_eval, training_args, method)
 
+    # transformers' errors about a config or about weights do not say which file they mean.
     with naming_config([model_args.model_name_or_path]):
         return method.trainer_class()(
             model=model_args.model_name_or_path,

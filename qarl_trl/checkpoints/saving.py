@@ -302,10 +302,12 @@ class CheckpointMixin:
         try:
             if self.args.should_save:
                 shutil.rmtree(incoming, ignore_errors=True)
+            # No process may write into a folder that the first is still deleting.
             self.accelerator.wait_for_everyone()
 
             self._incoming = incoming
             super()._save_checkpoint(model, trial)
+            # The manifest lists the files of all processes, so all of them must be there.
             self.accelerator.wait_for_everyone()
 
             if self.args.should_save:
@@ -418,6 +420,7 @@ class CheckpointMixin:
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """The Trainer's method. A missing weight is an error here: training would continue from other values."""
         super()._issue_warnings_after_load(load_result)
+        # A tied weight is stored under one of its names.
         missing = set(load_result.missing_keys) - set(self._unwrapped.all_tied_weights_keys)
         if missing:
             raise RuntimeError(f"The checkpoint lacks {len(missing)} weights of the model, first {min(missing)!r}.")

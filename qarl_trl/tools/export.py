@@ -160,9 +160,9 @@ def _full_checkpoint(name: str) -> ExportSource:
         raise ValueError(f"{name} is quantized already. Give the checkpoint that holds the master weights.")
 
     def load() -> Any:
-        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
         # transformers makes up random weights for them, and only prints a table.
-        wrong = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+        wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
         if wrong:
             raise ValueError(
                 f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
@@ -250,6 +250,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
     # In training, adapters round as the engine's do.
     align_adapters(frozen)
 
+    # So that two exports of one adapter print the same distance.
     torch.manual_seed(0)
     (tokens,) = frozen.generate(
         torch.tensor([[first_token]]),

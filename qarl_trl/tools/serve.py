@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     )
     url = urlsplit(args.vllm_server_base_url or "")
 
+    # The config is read at the recipe's revision. No weights load here, so the rest of the model's settings is left
+    # out.
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args, _adapter_of(args, model_args))
     settings["host"] = options.host
@@ -72,6 +74,7 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     # Only here, because a dry run must not print a key.
     sync_folder = str(args.sync_folder)
     os.environ[KEY] = find_key(sync_folder) or make_key(sync_folder)
+    # The server takes the place of this process, so that signals reach it.
     return partial(os.execv, command[0], command)
 
 
@@ -167,6 +170,7 @@ def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> di
         "middleware": "qarl_trl.rollout.server.guard.Guard",
         "additional_config": {"sync_folder": str(sync_folder)} | ({"adapter": adapter} if adapter else {}),
     }
+    # The later wins: what makes engine and learner agree is not the user's to change.
     return from_trl | from_trainer | adapter | extensions
 
 

@@ -202,6 +202,7 @@ class ServerClient(VLLMClient):
         try:
             files = 0
             factors: dict[str, Tensor] = {}
+            # Base and factors follow each other in the stream, so there is at most one part of each.
             for are_factors, part in groupby(stream, key=is_factor):
                 if are_factors:
                     factors.update(part)
@@ -210,6 +211,7 @@ class ServerClient(VLLMClient):
 
             if factors:
                 save_adapter(factors, folder)
+            # When it returns, all workers have read the files.
             self.ask_workers("qarl_load", version, files, bool(factors))
         finally:
             # Also after a failure: the folder has the size of the model.

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     folders = [Path(folder).expanduser().resolve() for folder in options.runs]
     # Runs are named by what differs in their paths: the rest may contain user names.
+    # The common folder of their parents, so that one run alone keeps the name of its folder.
     root = os.path.commonpath([folder.parent for folder in folders])
     runs = [read_run(folder, str(folder.relative_to(root))) for folder in folders]
     text = page(runs)
