@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from toy_runs import logged, make
+from slow.toys import logged
+from toy_runs import make
 
 from qarl_trl import QaRLTrainer
 
