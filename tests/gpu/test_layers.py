@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quant.schemes import normal, relative_error, same_bytes
+from quant.schemes import normal, relative_error, same_bytes, same_tensors
+from slow.toys import copies
 
 from qarl_trl.quant import quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.cuda_kernels import launch_decode_int4
@@ -187,7 +188,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     if not with_bias:
         bias = None
     low_bit = quantize_weight(matrix(), resolve_scheme(scheme))
-    before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+    before = copies(low_bit.tensors.items())
     plain = plain_gemm(low_bit.scheme, x.device)
     y, saved = plain.forward(x, low_bit, bias)
 
@@ -197,8 +198,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     for one, other in zip(saved, engine_saved, strict=True):  # one function makes both
         assert torch.equal(one.float(), other.float())
     # The engine's layer has a copy of its own to repack.
-    for name, tensor in before.items():
-        assert torch.equal(low_bit.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+    assert same_tensors(low_bit.tensors, before)
 
     # Control: 4-bit weights beside float8 activations are a table, not what the checkpoint decompresses to (3.2 %
     # apart on a CPU).
@@ -220,6 +220,7 @@ def test_a_changed_weight_has_a_layer_of_its_own(scheme):
     after, _ = gemm.forward(x, changed)
     again, _ = gemm.forward(x, low_bit)
 
+    # Products of two random weights are further apart than they are long.
     assert relative_error(after, before) > 1
     assert torch.equal(again, before)
 
