@@ -85,6 +85,7 @@ def by_a_fresh_engine(tmp_path, monkeypatch):
         answers.append(torch.cpu._is_amx_tile_supported())
 
     monkeypatch.setattr(vllm, "LLM", ask)
+    # Asked where vLLM would choose its kernels.
     start_engine(str(tmp_path))
     assert answers == [False]
 

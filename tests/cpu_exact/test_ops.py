@@ -223,6 +223,7 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
     expected, _ = engine_norm(branch, residual, norm.weight.data, norm.variance_epsilon)
     stock = norm(branch + residual)
 
+    # As `use_engine_ops` does it: the same module with other methods.
     norm.__class__ = ops._form_of(type(norm), EngineRMSNorm)
 
     assert same_bytes(norm(branch.float() + residual.float()), expected)
@@ -452,6 +453,7 @@ def test_padding_and_packing_change_no_bit(config, architecture):
     ids = token_ids()
     expected = logits_of(model, ids)
 
+    # Four columns on the left and three on the right, as TRL pads prompts and completions.
     padded = F.pad(ids, (4, 3))
     mask = F.pad(torch.ones_like(ids), (4, 3))
     of_padded = logits_of(model, padded, attention_mask=mask)[:, 4:-3]

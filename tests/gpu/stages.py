@@ -144,6 +144,7 @@ def engine(
         run.record(skipped=f"{scheme} needs one of {gpus}")
         return
 
+    # Random norms: a factor of 1 hides where it is rounded.
     model = save_model(run.folder / "model", layers=4, family=family, norms=True, experts=experts)
     trainer = make_trainer(
         model,
@@ -187,6 +188,7 @@ def _sync(run: Run, trainer: Any, sleeps: bool, asleep: bool = False) -> None:
     rollout = trainer.vllm_generation
     used = run.used_gib()
     if sleeps and not asleep:
+        # Level 2 throws the weights away, where level 1 keeps a copy in host memory.
         rollout.llm.sleep(level=2)
         run.record(sleep_frees_gib=used - run.used_gib())
 
@@ -199,6 +201,7 @@ def _check_syncs(run: Run, trainer: Any, sleeps: bool) -> None:
     """Syncs B and A, for an engine that has A."""
     llm = trainer.vllm_generation.llm
     first = engine_logprobs(llm)
+    # Before A, B, A is asked: kernels that differ from call to call would fail it, too.
     repeated = engine_logprobs(llm)
 
     # Of an adapter beside a frozen base these are its factors alone.
@@ -265,6 +268,7 @@ def learner(run: Run, scheme: str) -> None:
     """Forward and backward of 8 and of 32 rows, without an engine: bf16, low bits, low bits with kept matrices."""
     total = 0.0 if run.dry else torch.cuda.mem_get_info()[1] / GIB
     model = AutoModelForCausalLM.from_pretrained(_save_a_real_shape(run, total), dtype=torch.float32).to(run.device)
+    # As in training: the forward, and with it each dequantization, runs twice.
     model.gradient_checkpointing_enable()
     model.train()
     apply_quantization(model, scheme)
@@ -351,6 +355,7 @@ def _save_a_real_shape(run: Run, total_gib: float) -> str:
 
 def _step_settings(run: Run, scheme: str | None) -> dict[str, Any]:
     # Answers of one length, whatever the random weights are: `ignore_eos`.
+    # SGD has no state: Adam's moments would be twice the weights. And no sync check is among the seconds.
     length = 16 if run.dry else 256
     return {
         "quant_scheme": scheme,

@@ -20,6 +20,7 @@ def test_a_dry_stage_finishes_and_is_on_the_page(tmp_path):
     page = tmp_path / "page.md"
     script = Path(__file__).with_name("first_run.py")
 
+    # The quantizer's stage needs no model, so it is the quickest.
     command = [sys.executable, str(script), "--dry", "--only", "quantizer", "--out", str(page)]
     result = subprocess.run(command, capture_output=True, text=True)
 

@@ -155,6 +155,7 @@ def test_plain_int8_activations_are_those_of_vllms_operation(activations):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 32), ("W4A16", -1), ("W4A16_ASYM", 128)])
 def test_the_kernel_dequantizes_as_plain_operations_do(scheme, group_size, dtype):
+    # Not a power of two in either direction, and nine groups of 128.
     weight = quantize_weight(normal(384, 1152).cuda(), resolve_scheme(scheme, group_size))
     zero_point = None
     if "weight_zero_point" in weight.data:
@@ -216,6 +217,7 @@ def test_a_changed_weight_has_a_layer_of_its_own(scheme):
     gemm = engine_gemm(low_bit.scheme, x.device)
     before, _ = gemm.forward(x, low_bit)
 
+    # The engine's layer repacks once for a weight, and must notice another.
     changed = quantize_weight(normal(256, 512, seed=7).cuda(), low_bit.scheme)
     after, _ = gemm.forward(x, changed)
     again, _ = gemm.forward(x, low_bit)

@@ -181,6 +181,7 @@ def test_every_process_makes_as_many_passes_as_the_one_with_most(make):
     batch = make_batch()
     model = make()
     expected = padded(model, **batch)[0]
+    # All rows fit into one pass here, and the other process needs three.
     passes = make_passes(gather=beside_another_process(3))
     seen = record_passes(model, passes)
 

@@ -22,6 +22,7 @@ def two_layers(scheme, in_features=128, out_features=128):
 
 def sync(model):
     """What a weight sync leaves for the counter: the low-bit weights of every layer."""
+    # The stream quantizes as it goes, so it must run to its end.
     store = low_bit_store(model)
     dict(store.tensors())
     return store.kept()
@@ -64,6 +65,7 @@ def test_the_quantized_values_that_changed_are_counted(scheme):
 
 
 def test_a_sample_of_a_large_layer_estimates_its_share():
+    # 131,072 quantized values a layer, of which 4,000 are looked at.
     model = two_layers("W4A16", in_features=512, out_features=256)
     exact = WeightFlips()
     sampled = WeightFlips(most=4000)

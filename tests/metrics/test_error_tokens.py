@@ -163,6 +163,7 @@ def test_gold_solutions_have_almost_none(name, field, split):
 
 
 def test_a_completion_that_is_taken_out_of_the_loss_was_written_all_the_same():
+    # The first one is masked as cut off, and holds the padding token; the last one wrote nothing but that.
     ids = torch.tensor([[5, 0, 7, 0, 0], [5, 6, 0, 0, 0], [0, 0, 0, 0, 0]])
     mask = torch.tensor([[0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 

@@ -147,6 +147,7 @@ def test_a_mismatch_above_the_threshold_stops_the_run():
 @pytest.mark.parametrize(("logp_diff", "unscored"), [(math.nan, 0.0), (math.inf, 0.0), (0.0, 0.6)])
 def test_log_probs_that_are_no_numbers_stop_every_run(logp_diff, unscored):
     # Control: the worst that is let pass.
+    # `None`: without a threshold.
     check_mismatch(100.0, 0.5, None)
 
     with pytest.raises(RuntimeError, match="Log-probs hold NaN or infinity"):

@@ -30,6 +30,7 @@ def random_batch(seed, size=16, length=9, spread=1e-3):
         return torch.rand(*shape, generator=generator)
 
     old = -normal(size, length).abs() - 0.1
+    # A part is the same for a whole completion: means of independent tokens alone would be near 0.
     logps = old + (spread * normal(size, 1) + spread * normal(size, length))
 
     mask = (uniform(size, length) < 0.8).long()
@@ -150,6 +151,7 @@ def logged_by_loss(trainer, batch, mode, monkeypatch):
     """What the trainer logs when it computes the loss of a batch, with the batch's log-probs."""
     trainer.model.train(mode == "train")
     trainer.current_gradient_accumulation_steps = 1
+    # In place of the model's: those of the batch lie on both sides of every bound.
     forward = (batch.logps, torch.zeros_like(batch.logps), None)
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
 

@@ -70,6 +70,7 @@ class Engine:
 
         from qarl_trl.rollout.vllm import reload_stacks, reloading
 
+        # What vLLM's `reload_weights` does in a worker, of which there is none here.
         def reload() -> None:
             initialize_layerwise_reload(self.model)
             self.model.load_weights(reload_stacks.load_stacks(self.model, weights.items()))
@@ -160,6 +161,7 @@ def _start_group(folder: str) -> None:
     """The group of an engine's processes, once in a process."""
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
+    # vLLM's groups are global, and a process may make several engines.
     if torch.distributed.is_initialized():
         return
 

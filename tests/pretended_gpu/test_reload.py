@@ -93,6 +93,7 @@ def sync_a_b_a(
     scales = {engine.query_scale()}
 
     weights_a = stream_of(learner)
+    # The learner's own weights are those of B from here on.
     with torch.no_grad():
         for parameter in learner.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
@@ -185,6 +186,7 @@ def sync_all_cells(folder: str, capability: tuple[int, int]) -> dict[tuple[str, 
 
 def sync_without_deep_gemm(folder: str, kind: str, capability: tuple[int, int]) -> Syncs:
     """FP8_BLOCK on the kernels that vLLM chooses next."""
+    # Of the process, which is this engine's own.
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     return sync_a_b_a(folder, kind, "FP8_BLOCK", capability)
 
@@ -212,6 +214,7 @@ def answers() -> dict[str, dict[str, bool]]:
     """For each generation what vLLM asks before it chooses a kernel for FP8."""
     of_generations = {}
     for generation, capability in GPU_GENERATIONS.items():
+        # One after the other in one process: an answer that vLLM has cached would be the one before.
         with cuda(capability):
             from vllm.model_executor.layers.quantization.utils import w8a8_utils
             from vllm.platforms import current_platform

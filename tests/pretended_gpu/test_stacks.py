@@ -79,6 +79,7 @@ def calls_of_expert_loaders(engine: Engine, sync: Callable[[], None]) -> int:
     from vllm.model_executor.model_loader.reload import layerwise
 
     calls = []
+    # vLLM's reload asks this of each call of a loader.
     load = layerwise.get_numel_loaded
 
     def counted(loader: Any, arguments: Any) -> Any:
@@ -131,6 +132,7 @@ def test_stacks_become_the_same_bytes(generation, tmp_path):
     for scheme, loaded in results.items():
         assert loaded.differing == [], scheme
         one_by_one, stacked = loaded.calls
+        # What stacks are for: each call of a loader takes Python's time.
         assert stacked == LAYERS * CALLS[scheme], scheme
         assert one_by_one >= EXPERTS_OF_LAYER * stacked, scheme
         # Control.

@@ -18,6 +18,7 @@ def mismatch_weight(old, sampling, mask, cap):
     tokens = counted_tokens(mask)
 
     total = 0.0
+    # The mean below is also over those that the engine could not score.
     for t in tokens:
         if not math.isnan(sampling[t]):
             total += old[t] - sampling[t]
@@ -143,6 +144,7 @@ def error_tokens(ids, *, ngram, copies, window, density):
         first = t - ngram + 1
         ngrams.append(tuple(ids[first : t + 1]) if first >= 0 else None)
 
+    # Backwards alone: the first occurrences of a loop are no copies.
     is_copy = []
     for t in range(length):
         is_copy.append(ngrams[t] is not None and ngrams[:t].count(ngrams[t]) >= copies)

@@ -61,6 +61,7 @@ def float8_value(byte):
     exponent = (byte >> 3) & 15
     mantissa = byte & 7
 
+    # The bias is 7, and three bits of mantissa are behind the point.
     size = (8 + mantissa) * 2.0 ** (exponent - 10)
     if exponent == 0:
         size = mantissa * 2.0**-9  # subnormal

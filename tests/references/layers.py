@@ -15,6 +15,7 @@ def straight_through(x, low_bit_weight, grad):
 
     grad_x = torch.zeros_like(x)
     grad_master = torch.zeros_like(low_bit_weight)
+    # Sums of outer products, written out.
     for token in range(len(x)):
         for out in range(len(low_bit_weight)):
             grad_x[token] += grad[token, out] * low_bit_weight[out]

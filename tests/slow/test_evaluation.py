@@ -15,6 +15,7 @@ from slow.toys import save_model
 
 
 pytestmark = pytest.mark.slow
+# Sampled, so that the seed matters.
 SETTINGS = ["--k", "3", "--max_new_tokens", "24", "--temperature", "1.0", "--seed", "5"]
 
 

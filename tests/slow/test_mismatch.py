@@ -53,17 +53,17 @@ def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, flo
         randomize_adapter(trainer.model)
     trainer.train()
 
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
     tokens = 0.0
-    first_ratio = 0.0
-    # Those of rollouts, whose first update has the learner that sampled.
-    for row in rows:
-        tokens += row["num_tokens"] - PROMPT_TOKENS
-        first_ratio = max(first_ratio, abs(row["ratio/max"] - 1))
+    first_ratios = []
+    for row in trainer.state.log_history:
+        # Of a rollout, whose first update has the learner that sampled.
+        if "mismatch/logp_diff_mean" in row:
+            tokens += row["num_tokens"] - PROMPT_TOKENS
+            first_ratios.append(row["ratio/max"])
     return {
         "logp_diff": float(np.mean(logged(trainer, "mismatch/logp_diff_mean"))),
         "tokens": tokens,
-        "first_ratio": first_ratio,
+        "first_ratio": float(np.abs(np.array(first_ratios) - 1).max()),
     }
 
 

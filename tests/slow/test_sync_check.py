@@ -177,6 +177,7 @@ def _readings_of_later_syncs(trainer: Any) -> dict[str, Any]:
         outcomes[name] = _outcome(check)
 
     sync_and_check("healthy")
+    # There is nothing to follow, and the share of the movement has no value.
     sync_and_check("nothing moved")
 
     old |= copies(stream(engine))
@@ -314,6 +315,7 @@ def _break_syncs(layer: str, first: int) -> None:
 
     def reload_and_break(llm: Any, weights: Any) -> None:
         reload_engine(llm, weights)
+        # After the load, whose own checks of names and shapes have found nothing.
         if next(syncs) < first:
             return
         reloading.engine_model(llm).get_submodule(layer).weight_scale.data.mul_(0)

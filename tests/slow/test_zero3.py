@@ -291,6 +291,7 @@ def _resume(model: str, folder: str, checkpoint: str | None, adapter: Any) -> di
 def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     adapter = random_adapter() if kind == "lora" else None
+    # Of four steps, between two rollout batches.
     half = tmp_path / "run" / "checkpoint-2"
 
     straight = isolated_group(_resume, 2, model, str(tmp_path / "run"), None, adapter, timeout=120)
@@ -387,6 +388,7 @@ def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
     for items, rest in isolated_group(_train_and_measure, 2, model, str(tmp_path / "run"), adapter, timeout=120):
         assert items == {name: pytest.approx(size, rel=1e-3) for name, size in expected.items()}
         assert rest["together"] - rest["bucket"] == pytest.approx(sum(expected.values()), rel=0.01)
+        # DeepSpeed's step makes one in float32, and needs nothing else of the size of the model.
         copy_of_gradients = expected["gradients"]
         assert rest["step"] == pytest.approx(copy_of_gradients, rel=0.01)
 

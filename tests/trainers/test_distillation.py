@@ -72,10 +72,12 @@ def test_a_teacher_that_numbers_its_tokens_otherwise_is_refused_before_a_model_l
         check_run(dense_model, args, {"teacher_model": teacher, "train_dataset": prompts()})
 
     mixed_up = tmp_path / "mixed up"
+    # The same 15 characters in reverse order: all but the middle one have another number.
     shutil.copytree(other_model, mixed_up)
     toys.make_tokenizer(toys.CHARACTERS[::-1]).save_pretrained(mixed_up)
     words = "the student's tokenizer: 14 of 17 tokens differ. Token 2 is '0' for the student, and ' ' for the teacher"
     with pytest.raises(ValueError, match=words):
+        # By name the tokenizer is read beside the model, by a loaded model where its config says that it came from.
         check(str(mixed_up))
     with pytest.raises(ValueError, match=words):
         check(AutoModelForCausalLM.from_pretrained(mixed_up))
@@ -96,6 +98,7 @@ def test_a_model_that_is_loaded_already_is_copied_for_its_teacher(dense_model, t
     by_name.train()
 
     loaded = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+    # Without a copy student and teacher would be one model.
     by_model = make(loaded, tmp_path / "model")
     by_model.train()
 
@@ -141,6 +144,7 @@ def test_asking_the_base_leaves_the_student_as_it_was(dense_model, tmp_path):
         if "lora_" in name:
             assert parameter.requires_grad, name
 
+    # The teacher is the model of the folder, and knows nothing of the random adapter.
     plain = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
     with torch.no_grad():
         expected = plain.base_model(input_ids=tokens).last_hidden_state
@@ -189,6 +193,7 @@ def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
 def test_student_and_teacher_compute_in_the_precision_of_the_run(dense_model, tmp_path, bf16):
     """TRL's own trainer computes in the dtype of the weights, whatever `bf16` says."""
     trainer = make(dense_model, tmp_path, max_steps=1, bf16=bf16)
+    # Of one layer each: what decides is the same for all of them.
     dtypes = set()
     for model in (trainer.model, trainer.teacher_model):
         layer = model.model.layers[0].mlp.down_proj
@@ -245,6 +250,7 @@ def test_answers_of_a_chat_are_what_its_template_writes_after_the_prompt(dense_m
     assert batch["prompt_ids"][0].tolist() == tokens("10+1=")["input_ids"]
     assert batch["completion_ids"][0].tolist() == [*tokens("11")["input_ids"], 1]
 
+    # It writes the number of messages first, so that the prompt is another one when an answer follows.
     trainer._tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="renders a prompt otherwise when an answer follows"):
         trainer._generate_and_score_completions(chat_rows()[:1])
@@ -313,6 +319,7 @@ def test_a_resumed_run_needs_the_same_teacher_also_if_that_is_a_loaded_model(den
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    # Loaded models have no name in the settings; the trainer keeps where their configs say that they came from.
     make(load(dense_model), tmp_path / "own", **changes).train()
     taught = make(dense_model, tmp_path / "taught", teacher=load(other_model), **changes)
     taught.train()
@@ -379,6 +386,7 @@ def test_a_quantized_start_does_not_teach_itself(gptq_model, dense_model, tmp_pa
         make(gptq_model, tmp_path / "refused", quant_scheme="checkpoint")
 
     # Control: the model that it was made from does.
+    # Its loss is small and not zero: GPTQ's weights are near those of the model.
     trainer = make(gptq_model, tmp_path / "taught", teacher=dense_model, quant_scheme="checkpoint")
     trainer.train()
     assert losses(trainer)[0] > 0.001

@@ -64,6 +64,7 @@ NAMES = list(TRAINERS)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
+    # Where `data_of` looks for it. Of another seed: a student that equals its teacher has nothing to learn.
     save_model(folder / "teacher", layers=1, seed=1)
     return save_model(folder / "model", layers=1)
 
@@ -102,6 +103,7 @@ def make(name, model, folder, **changes):
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_scheme_off_it_is_trls_trainer_bit_for_bit(model, tmp_path, name):
     stock_class, stock_config, _, _ = TRAINERS[name]
+    # One after the other: both draw from the same generator, which a constructor seeds.
     args = stock_config(**settings_of(name, tmp_path / "stock"))
     stock = stock_class(model=model, args=args, **data_of(name, model))
     stock.train()
@@ -198,6 +200,7 @@ def test_a_trainer_that_streams_master_weights_to_its_server_is_refused(model, t
         def _streaming_iter(self):
             yield from ()
 
+    # No server runs: the refusal comes before anything looks for it.
     args = Config(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match="Trainer would send its server the weights in high precision"):
         Trainer(model, [distinct_characters], args, train_dataset=prompts())

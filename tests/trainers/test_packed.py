@@ -28,6 +28,7 @@ def passes_of_a_run(trainer: QaRLTrainer) -> Passes:
     """Train, with a model whose numbers depend on the shape of a pass."""
     passes = Passes()
 
+    # Only passes that score: generation runs the same model without `fused_lm_head`.
     def spy(module, args, kwargs):
         if "fused_lm_head" in kwargs:
             kind = passes.loss if torch.is_grad_enabled() else passes.old
@@ -68,6 +69,7 @@ def test_old_is_computed_in_the_passes_of_the_loss_and_the_ratio_is_exactly_one(
         assert len(passes.old) == 4
     assert len(passes.old) == len(passes.loss)
     assert all(map(torch.equal, passes.old, passes.loss))
+    # Exactly, not nearly: in another shape each log-prob would be 1e-5 a token off.
     assert logged(trainer, "ratio/min") == [1.0] * 4
     assert logged(trainer, "ratio/max") == [1.0] * 4
 

@@ -60,6 +60,7 @@ def test_rows_that_share_a_sequence_do_not_see_each_other(dense_model, tmp_path)
     """The first loss: of packed rows and of rows with padding, over the same tokens."""
     few = texts(4)
     alone = make(dense_model, tmp_path / "alone", few, max_steps=1)
+    # One row of a batch of one, for the four rows of the other trainer's batch.
     packed = make(
         dense_model, tmp_path / "packed", few, max_steps=1, packing=True, max_length=64, per_device_train_batch_size=1
     )
@@ -108,6 +109,7 @@ def test_rows_that_share_a_sequence_are_refused_where_layers_run_on(tmp_path, ch
     """A convolution or a state space reads its neighbours whatever their positions say."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    # A config says enough: the refusal comes before a model is built.
     for name, layer_types in (("mixed", ["conv", "full_attention"]), ("attention", ["full_attention"] * 2)):
         Lfm2Config(**sizes, **heads, layer_types=layer_types).save_pretrained(tmp_path / name)
     mixed = str(tmp_path / "mixed")
@@ -129,6 +131,7 @@ def test_a_merged_adapter_is_trained_and_the_merged_model_is_saved(dense_model, 
     trainer = make(dense_model, tmp_path, peft_config=adapter())
     start = weights(trainer)
     trainer.train()
+    # The adapter is what resumes, the merged model in `low_bit` is what an engine loads.
     trainer.save_model()
 
     changed = moved(start, weights(trainer))
@@ -201,6 +204,7 @@ def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense
         check_run(dense_model, args, {"train_dataset": Dataset.from_list(data)})
 
     with pytest.raises(ValueError, match="has messages, and the tokenizer has no chat template: set chat_template"):
+        # TRL would fail only when it maps the data set, after the model has loaded.
         check([row])
 
     # Controls.
@@ -230,6 +234,7 @@ def test_settings_that_cannot_run_are_refused(tmp_path, changes, words):
 
 def rows_of_a_run(model, folder, checkpoint=None, **changes):
     """The rows that a run of one epoch trains on."""
+    # 16 rows in four updates, and a checkpoint after the second.
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": -1, "save_steps": 2}
     values |= {"num_train_epochs": 1, "save_strategy": "steps"} | changes
     trainer = LowBitSFTTrainer(model, LowBitSFTConfig(**settings(folder, **values)), train_dataset=pairs(16))
