@@ -86,6 +86,7 @@ def quantizer(run: Run) -> None:
     shape = (256, 1024) if run.dry else (2048, 8192)
     weight = normal(*shape)
     for name, support in SUPPORTED.items():
+        # The others are for CPUs alone.
         if support.gpus:
             _compare_quantizers(run, name, weight)
 

@@ -60,6 +60,7 @@ def of_three_sizes(smallest, columns, dtype):
 # Against the operations ---------------------------------------------------------------------------------------------
 
 
+# As in decoding, in a batch of it, and in a prompt: kernels are chosen by the number of rows.
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
 @pytest.mark.parametrize(
     ("scheme", "quantize"), [("FP8_DYNAMIC", quantize_tokens_fp8), ("W8A8", quantize_tokens_int8)]

@@ -154,6 +154,7 @@ def same_in_b(after_a: dict[str, torch.Tensor], after_b: dict[str, torch.Tensor]
     """Tensors of more than a few elements that should differ and do not."""
     names = []
     for name, tensor in after_a.items():
+        # Of a few numbers, as a scale of a layer, two syncs may have the same by chance.
         depends_on_weights = tensor.numel() > 4 and not name.endswith(ALIKE_IN_ALL_SYNCS)
         if depends_on_weights and same(tensor, after_b[name]):
             names.append(name)

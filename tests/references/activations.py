@@ -142,6 +142,7 @@ def int4_int8_gemm(x, quantized, scales, truncate=None):
             for a, w, scale in zip(token_groups, split(codes, group_size), channel_scales, strict=True):
                 # Integers, whose sum is exact in any order.
                 product = sum(a_i * w_i for a_i, w_i in zip(a, w, strict=True))
+                # float32 after each operation, in the order of the kernel.
                 total = f32(total + f32(product * scale))
             row.append(to_bf16(f32(total * token_scale)))
         rows.append(row)

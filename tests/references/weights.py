@@ -233,6 +233,7 @@ def dequantize_rows(quantized, scales, zero_points=None):
         for j, code in enumerate(codes):
             group = j // group_size
             zero_point = 0 if zero_points is None else zero_points[i][group]
+            # One rounding: a code less its zero point is exact.
             row.append(bf16((code - zero_point) * scales[i][group]))
         rows.append(row)
     return torch.tensor(rows, dtype=torch.bfloat16)

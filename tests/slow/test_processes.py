@@ -21,21 +21,14 @@ from slow.processes import (
     as_tensors,
     count_packed,
     same,
-    shard_on_cpu,
     trainer_of_two,
     whole_arrays,
     whole_weights,
 )
-from slow.processes import FSDP2 as FSDP2
 from slow.toys import forge, logged, save_model, stored_tensors, sync
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
-# The names by which other tests know them, which import them from here.
-_shard_on_cpu = shard_on_cpu
-_trainer = trainer_of_two
-_whole = whole_weights
-_same = same
 
 
 # One model and its engines -------------------------------------------------------------------------------------------
@@ -87,6 +80,7 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
     assert first["moved"] == len(first["master_weights"])
     # 7 layers in each of 2 blocks.
     assert first["packed"] == (14 if kernel == "dequant" else 0)
+    # Two rollout batches of two updates: ratios are 1 in the first update, and the learner has moved in the second.
     for process in (first, second):
         assert len(process["logp_diffs"]) == 2
         assert max(process["logp_diffs"]) < most
