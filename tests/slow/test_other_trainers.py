@@ -205,7 +205,6 @@ def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
     teacher = {}
     sizes = (0, 0)
     if kind == "distillation":
-        # Before the weights are put together, which would gather more of them.
         sizes = _shards_and_copies(trainer.teacher_model)
         teacher = _rounded_arrays(trainer.teacher_model.named_parameters())
     return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer), "teacher": teacher, "sizes": sizes}
