@@ -112,7 +112,7 @@ def random_kill(rng: random.Random, engine: bool) -> Kill:
         phases.remove("sample")
     phase = rng.choice(phases)
 
-    # So many beginnings of a phase most runs get to, of which each continues the one before.
+    # Beginnings that most runs get to: each start continues the run before it.
     if phase in ("start", "resume", "end"):
         number = 1
     elif phase in ("sync", "sample"):
