@@ -113,6 +113,7 @@ def oneshot_rows(scheme, label, weight):
     rows = {}
     for name, tensor in tensors.items():
         local = name.removeprefix(prefix)
+        # The shape is that of the whole layer.
         if name.startswith(prefix) and local != "weight_shape":
             rows[local] = first_rows(local, tensor, len(weight))
     return rows

@@ -238,10 +238,12 @@ def run_stage(index: int, dry: bool, log: Path) -> Result:
 
 def _run_process(index: int, dry: bool, figures: Path, folder: str, stream: IO[str]) -> int | None:
     """The exit code of a stage's process; `None` if it ran into its limit."""
+    # A kernel that crashes leaves Python's stack in the log.
     command = [sys.executable, "-X", "faulthandler", __file__, "--stage", str(index), "--figures", str(figures)]
     if dry:
         command.append("--dry")
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    # What the user has set counts.
     environment = ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     process = subprocess.Popen(
