@@ -1,6 +1,5 @@
 """`qarl_trl.train`: reading a recipe, refusing a wrong one, and a run from end to end."""
 
-import json
 import math
 import os
 import re
@@ -13,8 +12,11 @@ from typing import get_type_hints
 import pytest
 import yaml
 from conftest import make_model, make_tokenizer
+from lines import additions, command_line, write_rows
 
 from qarl_trl import cli, train
+from qarl_trl.checkpoints.folder import commit
+from qarl_trl.methods import METHODS, groups_of
 from qarl_trl.recipe import RecipeParser, read_recipe
 from qarl_trl.rewards import load_rewards
 from qarl_trl.train import parse
@@ -32,10 +34,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def problems(tmp_path):
     """A file with nine problems."""
-    rows = [json.dumps({"problem": f"{i} + 1", "answer": str(i + 1)}) for i in range(9)]
-    path = tmp_path / "problems.jsonl"
-    path.write_text("\n".join(rows))
-    return str(path)
+    return write_rows(tmp_path / "problems.jsonl", additions(9))
 
 
 @pytest.fixture
@@ -54,6 +53,7 @@ def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("reward_funcs: my.reward\nlearning_rate: 1e-5\ntbpo_delta_low: 0.002\nlora_r: 4\n")
 
+    # A key of the script, of TRL, of this package and of the model.
     script_args, training_args, model_args = parse(["--config", str(recipe), "--learning_rate", "2e-5", *base])
 
     assert script_args.reward_funcs == ["my.reward"]
@@ -72,6 +72,7 @@ def test_unknown_keys_are_refused_with_the_nearest_one(base, tmp_path, key, near
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"{key}: 1e-5\n")
 
+    # In a recipe, as an option with its value behind it, and with the value in one word.
     for argv in (["--config", str(recipe), *base], [*base, f"--{key}", "1"], [*base, f"--{key}=1"]):
         with pytest.raises(ValueError, match=f"{key} is not a key.* Did you mean {near}"):
             parse(argv)
@@ -101,12 +102,13 @@ NAMED_OTHERWISE = {
 def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field(base, tmp_path, kind):
     """Of all fields, by their types: a number is never NaN, infinite or text, and a switch or a number is no list."""
     recipe = tmp_path / "recipe.yaml"
+    # What the config of each group needs to be built, so that an error is about the one wrong value.
     names = [key.removeprefix("--") for key in base[::2]]
     right = dict(zip(names, base[1::2], strict=True)) | {"lora_dropout": 0}
     accepted = set()
     types = {}
 
-    for group in train._groups():
+    for group in groups_of():
         types |= get_type_hints(group)
         parser = RecipeParser([group])
         known = [field.name for field in fields(group)]
@@ -119,17 +121,30 @@ def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field
             except ValueError as error:
                 assert re.search(rf"\b{name}\b|{NAMED_OTHERWISE.get(name, name)}", str(error)), name
 
-    numbers = {name for name, hint in types.items() if hint in (int, float, int | None, float | None)}
+    numbers = fields_of_types(types, int, float, int | None, float | None)
+    # A switch may be given as a number.
     if kind in ("a mapping", "a list", "text"):
-        numbers |= {name for name, hint in types.items() if hint is bool}
+        numbers |= fields_of_types(types, bool)
+    # -1 has a meaning for these, or a negative number is one like others.
     if kind.startswith("negative"):
         numbers -= {"entropy_coef", "local_rank", "save_total_limit", "top_k"}
+    # `null` is "not set" for many of them.
     if kind != "nothing":
         assert not accepted & numbers
     # Control: there are numbers.
     assert len(numbers) >= 60
 
 
+def fields_of_types(types, *wanted):
+    """The names of the fields whose annotation is one of `wanted`."""
+    names = set()
+    for name, hint in types.items():
+        if hint in wanted:
+            names.add(name)
+    return names
+
+
+# As text, of which YAML makes numbers, switches and `None` by rules of its own: "1e-5" stays text, "no" is false.
 WRITTEN = {
     "learning_rate": "1e-5",
     "max_steps": "7",
@@ -150,9 +165,8 @@ WRITTEN = {
 def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("".join(f"{key}: {value}\n" for key, value in WRITTEN.items()))
-    options = [word for key, value in WRITTEN.items() for word in (f"--{key}", value)]
 
-    script_args, args, _ = parse([*base, *options])
+    script_args, args, _ = parse([*base, *command_line(WRITTEN)])
     _, from_recipe, _ = parse(["--config", str(recipe), *base])
 
     assert script_args.reward_funcs == ["math_reward"]
@@ -172,7 +186,10 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
 
 def settings_of(args):
     """The settings without those that depend on the time."""
-    return {name: value for name, value in args.to_dict().items() if name not in ("logging_dir", "run_name")}
+    settings = args.to_dict()
+    for name in ("logging_dir", "run_name"):
+        settings.pop(name, None)
+    return settings
 
 
 def test_what_no_option_can_say_is_taken_from_the_recipe_by_its_type(base, tmp_path):
@@ -193,12 +210,82 @@ def test_what_no_option_can_say_is_taken_from_the_recipe_by_its_type(base, tmp_p
     assert parse(["--config", str(recipe), *base, "--max_tokens_per_pass", "512"])[1].max_tokens_per_pass == 512
 
 
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_every_field_that_may_be_null_in_a_recipe_may_be_null_on_the_command_line(method, tmp_path):
+    parser = RecipeParser(groups_of(method))
+    recipe = tmp_path / "recipe.yaml"
+    may_be_null = set()
+
+    for name in parser._fields:
+        recipe.write_text(f"{name}: null\n")
+        try:
+            in_recipe = parser.read(["--config", str(recipe)])
+            may_be_null.add(name)
+        except ValueError as error:
+            in_recipe = str(error)
+            assert "null" in in_recipe or "must be one of" in in_recipe
+
+        for option in ([f"--{name}", "null"], [f"--{name.replace('_', '-')}=~"]):
+            try:
+                on_command_line = parser.read(option)
+            except ValueError as error:
+                on_command_line = str(error)
+            assert on_command_line == in_recipe, name
+
+    assert len(may_be_null) > 60
+    # Control: what must be there is no such field.
+    assert {"max_steps", "learning_rate", "dataset_split"}.isdisjoint(may_be_null)
+
+
+def test_null_on_the_command_line_overrides_and_is_overridden(base, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("quant_group_size: 32\nlora_target_modules: [q_proj]\n")
+    argv = ["--config", str(recipe), *base]
+
+    nulls = ["--quant_group_size", "null", "--lora_target_modules", "null", "--max_tokens_per_pass", "null"]
+    _, args, model_args = parse([*argv, "--quant_group_size", "64", *nulls])
+
+    assert args.quant_group_size is None
+    assert args.max_tokens_per_pass is None
+    assert model_args.lora_target_modules is None
+    assert parse([*argv, *nulls, "--quant_group_size", "64"])[1].quant_group_size == 64
+
+
+@pytest.mark.parametrize("name", ["quant_group_size", "system_prompt", "bf16", "lora_target_modules"])
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_pythons_word_for_null_is_no_text(base, tmp_path, name, word):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{name}: {word}\n")
+
+    for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", str(recipe)]):
+        with pytest.raises(ValueError, match=f"{name} must be a value or null, got '{word}': write null"):
+            parse([*base, *argv])
+
+
+def test_none_is_a_word_where_another_value_is_the_default(base):
+    _, args, _ = parse([*base, "--quant_scheme", "none", "--report_to", "none", "--advantage_filter", "none"])
+
+    assert args.quant_scheme == "none"
+    assert args.report_to == []
+    assert args.advantage_filter == "none"
+
+
+def test_a_pair_of_numbers_is_no_text():
+    parser = RecipeParser(groups_of(METHODS["rloo"]))
+
+    assert parser.read(["--reward_clip_range", "[-1, 2.5]"]) == {"reward_clip_range": (-1.0, 2.5)}
+    for wrong in ("5", "12", "[1]", "[1, x]", '["1", "2"]', "[0, NaN]"):
+        with pytest.raises(ValueError, match="reward_clip_range"):
+            parser.read(["--reward_clip_range", wrong])
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         (["--model_name_or_path", ""], "model_name_or_path"),
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
+        # Options without a value, and with one too many.
         (["--max_steps"], "max_steps"),
         (["--max_steps", "1", "2"], "'2' is neither an option"),
         (["--num_generations", "0"], "num_generations must be above 0, got 0"),
@@ -216,7 +303,7 @@ def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
 
 
 def test_options_are_texts_lists_switches_and_negative_numbers():
-    parser = RecipeParser(train._groups())
+    parser = RecipeParser(groups_of())
 
     values = parser.read(
         [
@@ -253,6 +340,7 @@ def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
     module = "def short(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
     (tmp_path / "my_rewards.py").write_text(module)
     monkeypatch.chdir(tmp_path)
+    # Loading adds the current folder, last.
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     rewards = load_rewards(["math_reward", "my_rewards.short", "trl.rewards.think_format_reward"])
@@ -298,6 +386,7 @@ except ValueError as error:
     [("math_reward", "[1.0]"), ("math_rewards", "True"), ("trl.rewards.think_format_reward", "[0.0]")],
 )
 def test_no_file_of_the_current_folder_stands_in_for_a_package(tmp_path, name, answer):
+    # Two are packages that are installed, the third is a name that is misspelt.
     for module in ("math_verify", "math_rewards", "trl"):
         (tmp_path / f"{module}.py").write_text(f"print('ran {module}')\n")
     done = run_python(["-c", CALL_A_REWARD.format(name=name)], folder=tmp_path)
@@ -336,6 +425,7 @@ def test_python_m_takes_the_current_folder_last(tmp_path, command, module, refus
 def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(train, "make_trainer", lambda *args: pytest.fail("a dry run must not train"))
+    # As the recipes have it: for a GPU, which the machine of who checks them may lack.
     for_gpu = [option for option in base if option not in ON_CPU]
 
     run([*for_gpu, "--use_vllm", "--dry_run", "--gradient_accumulation_steps", "4",
@@ -347,11 +437,68 @@ def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsy
     assert "rollout batch: 16 prompts x 8 = 128 completions on 1 process(es)" in printed
     assert "update: 16 completions; 8 updates per rollout batch" in printed
     assert "QaRLConfig.steps_per_generation: 32" in printed
+    # The value of `--hub_token`. What is printed is pasted into issues.
     assert "secret" not in printed
     assert "QaRLConfig.hub_token: '<hidden>'" in printed
+
     # Control: without the dry run transformers refuses them.
     with pytest.raises(ValueError, match="use_cpu"):
         parse(for_gpu)
+
+
+PLANS = {
+    "as it is": (
+        [],
+        {"start": "from the beginning", "output": "the low-bit model in {out}", "push": "nothing"},
+    ),
+    "checkpoints": (
+        ["--save_steps", "20", "--save_total_limit", "3"],
+        {"checkpoints": "every 20 updates, in {out}; the last 3 stay"},
+    ),
+    "a part of the run": (["--save_steps", "0.1"], {"checkpoints": "every 10% of the run, in {out}; all stay"}),
+    "none": (["--save_strategy", "no"], {"checkpoints": "none, so nothing can be resumed"}),
+    "merged adapter": (
+        ["--use_peft", "--lora_dropout", "0"],
+        {"output": "the adapter in {out}, the low-bit model in {out}/low_bit"},
+    ),
+    "frozen base, pushed": (
+        ["--use_peft", "--lora_dropout", "0", "--lora_base", "frozen", "--push_to_hub", "--hub_model_id", "me/sums"],
+        {
+            "output": "the adapter in {out}, its base in {out}/base",
+            "push": "to me/sums at the end, its base to me/sums-base",
+        },
+    ),
+    "unquantized, pushed": (
+        ["--quant_scheme", "none", "--push_to_hub"],
+        {"output": "the model in {out}", "push": "to out at the end"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_dry_run_says_where_it_starts_and_what_it_writes_and_pushes(base, tmp_path, capsys, case):
+    options, expected = PLANS[case]
+
+    run([*base, *options, "--dry_run"])
+
+    printed = capsys.readouterr().out.splitlines()
+    for what, words in expected.items():
+        assert f"{what}: {words.format(out=tmp_path / 'out')}" in printed
+
+
+def test_a_dry_run_names_the_checkpoint_that_auto_finds(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (2, 10):
+        incoming = tmp_path / "incoming"
+        incoming.mkdir()
+        for file in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            (incoming / file).write_text("{}")
+        (tmp_path / "out").mkdir(exist_ok=True)
+        commit(incoming, tmp_path / "out" / f"checkpoint-{number}")
+
+    run([*base, "--output_dir", "out", "--resume_from_checkpoint", "auto", "--dry_run"])
+
+    assert f"start: resumes from {tmp_path}/out/checkpoint-10" in capsys.readouterr().out.splitlines()
 
 
 def test_a_dry_run_finds_a_missing_reward(base):
@@ -363,6 +510,7 @@ def test_a_dry_run_finds_a_missing_reward(base):
 def test_run_trains_evaluates_and_saves(base, problems, tmp_path, capsys, quant_scheme):
     from transformers import AutoConfig
 
+    # End to end: two steps, an evaluation after them, and a model in the output folder.
     model = tmp_path / "model"
     make_model(num_hidden_layers=1).save_pretrained(model)
     make_tokenizer().save_pretrained(model)

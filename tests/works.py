@@ -47,6 +47,7 @@ class Row:
     note: str = ""
 
 
+# A row is a claim that users rely on. Whoever adds one names a test that fails if it is not so.
 SECTIONS: dict[str, list[Row]] = {
     "Trainers": [
         Row("GRPO with TBPO (`QaRLTrainer`)", WORKS, "test_what_trains_is_tbpo"),
@@ -90,8 +91,27 @@ SECTIONS: dict[str, list[Row]] = {
             "test_server.py::test_a_run_through_a_server_is_the_colocated_one",
             "`qarl-trl serve`",
         ),
+        Row(
+            "no engine: transformers samples",
+            WORKS,
+            "test_run_trains_evaluates_and_saves",
+            "`use_vllm: false`, slow; on every machine",
+        ),
+        Row(
+            "several updates on one rollout batch",
+            WORKS,
+            "test_packed_passes_train_as_padded_rows_do",
+            "`num_iterations`, `steps_per_generation`",
+        ),
         Row("sleep mode", WORKS, "test_a_sync_brings_back_all_that_a_sleep_threw_away"),
         Row("rewards by name and by import path", WORKS, "test_rewards_come_by_name_and_by_path"),
+        Row("several rewards with weights", WORKS, "test_several_rewards_are_added_by_their_weights"),
+        Row(
+            "streamed data sets in a script",
+            WORKS,
+            "test_a_streamed_data_set_trains_as_the_same_one_in_memory",
+            "set `max_steps`; a resume does not compare their rows, and a recipe loads data sets whole",
+        ),
         Row("`rollout_func` that asks the engine", WORKS, "test_an_engine_that_a_rollout_func_drives_is_checked_too"),
         Row("tools, several processes, one engine", REFUSED, "test_tools_of_several_processes_need_an_engine_each"),
         Row("tools, one engine a process", WORKS, "test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody"),
@@ -192,6 +212,37 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("vision-language models", NOT_TRIED, "", "without an engine LLaVA ran once by hand"),
     ],
+    "Machines": [
+        Row(
+            "CPUs with AVX-512 and the engine",
+            WORKS,
+            "test_invariants.py::test_the_learner_gives_the_engines_log_probs_bit_for_bit",
+        ),
+        Row(
+            "CPUs with AVX2 and the engine: W8A8, W4A8, FP8_DYNAMIC",
+            WORKS,
+            "test_a_cpu_that_the_engine_runs_on_passes",
+        ),
+        Row(
+            "CPUs with AVX2 and the engine: W4A16",
+            REFUSED,
+            "test_a_run_with_the_engine_is_refused_before_a_model_loads",
+            "without an engine it trains",
+        ),
+        Row(
+            "ARM and x86 without AVX2, with the engine",
+            REFUSED,
+            "test_a_cpu_that_the_engine_cannot_run_on_says_why",
+        ),
+        Row(
+            "Hopper (H200): W4A16, FP8_DYNAMIC",
+            WORKS,
+            "test_the_engines_own_layer_is_the_plain_form",
+            "the test is of layers; trained, synced and saved by hand, with vLLM 0.26 ([the run](../dev/gpu.md))",
+        ),
+        Row("other GPUs: Ampere, Ada, Blackwell, AMD", NOT_TRIED, "", "a consumer's GPU neither"),
+        Row("macOS, Windows", NOT_TRIED),
+    ],
     "Schemes and starts": [
         Row(
             "W4A16, W4A16_ASYM, W4A8, W8A8, FP8_DYNAMIC in the CPU engine",
@@ -276,20 +327,31 @@ def files_with(test: str) -> list[Path]:
         test: As in a [`Row`].
     """
     file, _, name = test.rpartition("::")
+    # As a whole: the name of one test may begin with that of another.
     definition = re.compile(rf"^def {name}\(", re.MULTILINE)
-    paths = sorted((ROOT / "tests").rglob(file or "test_*.py"))
-    return [path for path in paths if definition.search(path.read_text())]
+
+    found = []
+    for path in sorted((ROOT / "tests").rglob(file or "test_*.py")):
+        if definition.search(path.read_text()):
+            found.append(path)
+    return found
 
 
 def page() -> str:
     """The page, in Markdown."""
     lines = [HEAD]
+
     for title, rows in SECTIONS.items():
         lines.append(f"## {title}\n")
+        # What works comes first, whatever the order of the rows.
         for state in (WORKS, REFUSED, NOT_TRIED):
-            items = [_item(row) for row in rows if row.state == state]
+            items = []
+            for row in rows:
+                if row.state == state:
+                    items.append(_item(row))
             if items:
                 lines += [f"**{state.capitalize()}**\n", *items, ""]
+
     return "\n".join(lines)
 
 
@@ -297,6 +359,7 @@ def _item(row: Row) -> str:
     """A row as an item of a list, with a link to the file of its test."""
     what = row.what
     if row.test:
+        # To the file, without a line: lines move with each change.
         path = files_with(row.test)[0].relative_to(ROOT)
         what = f"[{row.what}](../{path})"
     return f"- {what}: {row.note}" if row.note else f"- {what}"

@@ -117,6 +117,7 @@ def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_token
     """
     longest = _longest_answer(settings)
     answers = gpus * settings.per_device_train_batch_size * settings.steps_per_generation
+    # Micro-batches that are trained. Below, an update that needs several rollout batches counts as one of each.
     passes = settings.steps_per_generation * settings.num_iterations
     return Batch(
         answers=answers,
