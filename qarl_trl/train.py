@@ -7,7 +7,7 @@ accelerate launch -m qarl_trl.cli sft --config recipe.yaml.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from textwrap import fill, indent
@@ -38,7 +38,11 @@ On several GPUs: accelerate launch -m qarl_trl.cli {command} --config recipe.yam
 
 
 def parse(
-    argv: Sequence[str], any_device: bool = False, engine_only: bool = False, method: Method = QARL
+    argv: Sequence[str],
+    any_device: bool = False,
+    engine_only: bool = False,
+    method: Method = QARL,
+    without: Collection[str] = (),
 ) -> tuple[Any, Any, ModelConfig]:
     """
     Read and check the command line and the recipe that it names.
@@ -48,6 +52,7 @@ def parse(
         any_device: Accept a recipe for GPUs on a machine without one, as a dry run does.
         engine_only: Ignore the data and the checkpoint to resume from, which a server's machine may lack.
         method: What is trained.
+        without: Keys of the recipe to leave out, because a command line cannot unset one.
 
     Returns:
         The settings of the data, `method.data`; of the trainer, its config; and of the model.
@@ -60,6 +65,8 @@ def parse(
 
     parser = RecipeParser(_groups(method))
     values = parser.read(argv)
+    for name in without:
+        values.pop(name, None)
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
