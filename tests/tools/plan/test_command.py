@@ -69,6 +69,7 @@ def test_what_does_not_fit_names_its_largest_items(capsys):
 
     assert code == 1
     assert "It does not fit: backward" in printed.out
+    assert "vllm_gpu_memory_utilization: at most 0.25 would fit" in printed.out
     assert "mostly key-value cache" in printed.out
 
 
@@ -76,7 +77,7 @@ def test_what_fits_says_in_what_memory(capsys):
     code, printed = plan(capsys, *EIGHT_H100)
 
     assert code == 0
-    assert printed.out.endswith("It fits: 67.9 GiB of 79.\n")
+    assert printed.out.endswith("It fits: 67.9 GiB of 79, 4 of them assumed.\n")
     assert "at most 0.8 would fit" in printed.out
 
 

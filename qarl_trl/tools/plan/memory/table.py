@@ -112,7 +112,8 @@ def _engine_line(run: Run) -> str:
     line = f"engine of {run.engine_ranks} GPU(s): key-value cache for {cache_tokens(run):,} tokens"
     # A server has its GPUs for itself, so that any share fits.
     if run.engine == "colocate":
-        line += f"; vllm_gpu_memory_utilization: at most {best_utilization(run):g} would fit"
+        share = best_utilization(run)
+        line += f"; vllm_gpu_memory_utilization: {f'at most {share:g}' if share else 'none'} would fit"
     return line
 
 
@@ -185,7 +186,7 @@ def verdict(run: Run, together: Sequence[Fitting]) -> Iterator[str]:
         together: Levers that make it fit, for the user to choose from.
     """
     if fits(run):
-        yield f"It fits: {_highest_peak(run):.1f} GiB of {run.memory / GIB:g}."
+        yield f"It fits: {_highest_peak(run):.1f} GiB of {run.memory / GIB:g}, {_assumed(run):g} of them assumed."
         return
 
     for moment, size in peaks(run).items():
@@ -204,6 +205,13 @@ def verdict(run: Run, together: Sequence[Fitting]) -> Iterator[str]:
 def _highest_peak(run: Run) -> float:
     """The memory that the run needs on each GPU, in GiB."""
     return max(peaks(run).values()) / GIB
+
+
+def _assumed(run: Run) -> float:
+    """The GiB of the highest peak that nobody has computed or measured."""
+    at_moment = moments(run)
+    highest = max(at_moment.values(), key=lambda sizes: sum(sizes.values()))
+    return sum(size for name, size in highest.items() if "assumed" in name) / GIB
 
 
 def _largest_items(run: Run, moment: str) -> str:

@@ -120,6 +120,9 @@ def test_what_bf16_cannot_do_is_said(capsys):
     assert any(line.startswith("QaRL W4A16") and "no bf16 beside it" in line for line in lines)
     assert any(line.split() == ["bf16", "cannot", "run"] for line in lines)
 
+    _, printed = plan(capsys, "--config", ONE_GPU / "qwen3-8b.yaml", "--gpu", "4090")
+    assert "vllm_gpu_memory_utilization: none would fit" in printed.out
+
 
 def test_an_arm_that_fits_with_another_share_is_shown_with_it():
     """30B on GPUs of 80 GB, whose engine share is for 4 bits."""
@@ -195,7 +198,7 @@ def test_memory_alone_has_a_verdict_and_no_seconds(capsys):
 
     assert code == 0
     assert "No seconds: name a GPU with --gpu." in printed.out
-    assert printed.out.endswith("It fits: 19.8 GiB of 23.5.\n")
+    assert printed.out.endswith("It fits: 19.8 GiB of 23.5, 7 of them assumed.\n")
 
 
 def test_what_is_assumed_is_marked(capsys):
