@@ -131,7 +131,7 @@ class Run:
         cache_entry: Bytes of a number in the engine's key-value cache.
         eager: Whether the engine runs without CUDA graphs.
         accumulation: Micro-batches in an update, which share passes.
-        kernels: The schemes of its layers: rows of `quant.supported.SUPPORTED`, which say what GPUs have kernels.
+        kernels: The schemes that an engine multiplies in: rows of `quant.supported.SUPPORTED`, which say on what GPUs.
     """
 
     parameters: tuple[Parameter, ...]

@@ -88,7 +88,8 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         accumulation=settings.gradient_accumulation_steps,
         cache_entry=1 if settings.has_low_bit_cache else 2,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
-        kernels=_kernels(quantization),
+        # Without an engine nothing here asks for vLLM's kernels.
+        kernels=_kernels(quantization) if engine else (),
     )
 
 

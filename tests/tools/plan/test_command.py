@@ -95,6 +95,12 @@ def test_a_gpu_without_a_kernel_is_no_fit(capsys):
     assert rows["a100"].endswith("no kernel: FP8_DYNAMIC needs Ada or Hopper or Blackwell")
     assert rows["h100"].endswith("fits")
 
+    # Supervised fine-tuning has no engine.
+    sft = RECIPES / "trainers" / "sft.yaml"
+    code, printed = plan(capsys, "--config", sft, "--quant_scheme", "FP8_DYNAMIC", "--gpu", "a100")
+    assert code == 0
+    assert "does not run" not in printed.out
+
 
 def test_a_lever_that_the_recipe_has_changes_nothing(capsys):
     recipe = RECIPES / "one_gpu" / "qwen2.5-7b_frozen.yaml"
