@@ -77,7 +77,7 @@ def test_what_fits_says_in_what_memory(capsys):
     code, printed = plan(capsys, *EIGHT_H100)
 
     assert code == 0
-    assert printed.out.endswith("It fits: 67.9 GiB of 79, 4 of them assumed.\n")
+    assert printed.out.endswith("It fits: 67.9 GiB of 79, 7 of them assumed.\n")
     assert "at most 0.8 would fit" in printed.out
 
 
