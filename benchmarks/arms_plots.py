@@ -1,15 +1,12 @@
-"""Pictures of results/arms/README.md and docs/metrics.md from the cells, with the panels of `qarl-trl report`."""
+"""Pictures of results/arms/README.md from the cells, with the panels of `qarl-trl report`."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from arms import FOLDER, REGIMES, file_of
+from arms import FOLDER, REGIMES
 from arms_table import read
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -18,13 +15,11 @@ from qarl_trl.tools.report.plots import COLOURS, Panel, draw
 from qarl_trl.tools.report.runs import LoggedRun
 
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 SHOWN = ("bf16 GRPO", "QaRL TBPO", "QaRL GSPO", "rollout-only TBPO", "rollout-only GRPO")
 MISMATCH = Panel("Mismatch between engine and learner", "nats per token", ("mismatch/logp_diff_mean",), log=True)
 REWARD = Panel("Sampled reward", "mean reward", ("reward",))
 ENTROPY = Panel("Entropy", "nats per token", ("entropy",))
 ERRORS = Panel("Error tokens", "share of tokens", ("error_tokens/frac",))
-RATIO = Panel("Ratio r: largest, A<0 99 %, smallest", "r", ("ratio/max", "ratio/neg_q99", "ratio/min"))
 
 
 def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> LoggedRun:
@@ -69,26 +64,6 @@ def draw_arms(regime: str) -> Figure:
     return figure
 
 
-def draw_one(regime: str, arm: str, seed: int) -> Figure:
-    """
-    Reward, mismatch and ratios of one run, as docs/metrics.md shows them: the axes are the same in both pictures.
-    """
-    panels = (REWARD, MISMATCH, RATIO)
-    cell = json.loads(file_of(regime, arm, seed).read_text())
-    figure = draw_panels(panels, [mean_run(f"{arm}, seed {seed}", [cell], panels)], columns=3)
-    figure.axes[0].set_ylim(0, 1)
-    figure.axes[1].set(yscale="log", ylim=(1e-8, 1))
-    for axis in figure.axes:
-        axis.set_xlabel("rollout batch")
-        axis.title.set_fontsize(10)  # three beside each other
-    return figure
-
-
 if __name__ == "__main__":
-    for path, figure in {
-        FOLDER / "hard.png": partial(draw_arms, "hard"),
-        FOLDER / "hot.png": partial(draw_arms, "hot"),
-        DOCS / "metrics_healthy.png": partial(draw_one, "hard", "QaRL TBPO", 0),
-        DOCS / "metrics_collapsed.png": partial(draw_one, "hot", "rollout-only GRPO", 2),
-    }.items():
-        figure().savefig(path, dpi=100)
+    for regime in ("hard", "hot"):
+        draw_arms(regime).savefig(FOLDER / f"{regime}.png", dpi=100)

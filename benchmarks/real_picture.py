@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -41,7 +42,7 @@ CARD = 23.5  # GiB of a 4090 that a process can use
 
 def first_picture() -> Figure:
     """README's: mismatch measured on a CPU and on a GPU, and estimated memory of a 7B model on one GPU."""
-    figure = Figure(figsize=(10, 3.0), layout="constrained")
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
 
     height = 0.38
@@ -50,18 +51,19 @@ def first_picture() -> Figure:
         bars = left.barh(places, gaps, height=height, color=COLOURS[: len(ARMS)], alpha=shade)
         left.bar_label(bars, labels=[f"{gap:.2g}" for gap in gaps], padding=4)
     shades = [Patch(color="0.3", alpha=shade) for shade in (1.0, 0.5)]
-    left.legend(shades, ["SmolLM2-135M, CPU", "1.5B, random weights, H200"], frameon=False, loc="lower right")
-    left.set(title="Mismatch, nats per token (measured)", xlim=(0, 0.65))
-    left.set_yticks([index + height / 2 for index in range(len(ARMS))], list(ARMS))
+    left.legend(shades, ["135M, CPU", "1.5B, H200"], frameon=False, loc="lower right")
+    left.set(title="Mismatch, measured", xlim=(0, 0.72), xlabel="nats per token", xticks=[0, 0.2, 0.4, 0.6])
+    left.set_yticks([index + height / 2 for index in range(len(ARMS))], ["bf16\nrollouts", "rollout-\nonly", "QaRL"])
     left.invert_yaxis()
 
     memory = estimated_memory()
     bars = right.barh(list(memory), list(memory.values()), color=COLOURS[: len(memory)])
     right.bar_label(bars, fmt="%.1f", label_type="center", color="white")
     right.axvline(CARD, color="0.3", linestyle="--")
-    right.text(CARD, -0.62, " a 24 GB card", color="0.3", va="center")
-    right.set(title="LoRA on a 7B model, GiB (estimated)", xlim=(0, 44))
-    right.set_ylim(len(memory) - 0.5, -0.95)
+    right.text(CARD, -0.7, " 24 GB card", color="0.3", va="center")
+    right.set(title="7B with LoRA, estimated", xlim=(0, 44), xlabel="GiB")
+    right.set_yticks(range(len(memory)), ["bf16\nrollouts", "rollout-\nonly", "QaRL,\nfrozen\nbase"])
+    right.set_ylim(len(memory) - 0.5, -1.0)
     return figure
 
 
@@ -99,7 +101,7 @@ def estimated_memory() -> dict[str, float]:
 
 
 # The first four contrasts of `CHOICES`, and their names below the axis.
-COLUMNS = ("both rounded", "both by GPTQ", "both in bfloat16", "QaRL rounded,\nrollout-only by GPTQ")
+COLUMNS = ("both\nrounded", "both by\nGPTQ", "both in\nbfloat16", "QaRL rounded,\nrollout-only\nby GPTQ")
 MARKS = {"GRPO": "o", "TBPO": "^"}
 SETTINGS = {"g64": "groups of 64", "channel": "one scale per channel", "stale": "8 updates a batch", "fp8": "float8"}
 WIDTH = 0.6  # of the places of one column's dots
@@ -110,7 +112,7 @@ def pairs_picture() -> Figure:
     QaRL less rollout-only, a dot for each pair of equal loss, seed and start: its error is that of the problems. Bars
     are means, with their standard error over problems and pairs.
     """
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
     axis = figure.subplots()
     axis.axhline(0, color="0.6", linewidth=1)
     colours = dict(zip(SETTINGS, COLOURS, strict=False))
@@ -132,15 +134,16 @@ def pairs_picture() -> Figure:
             )
 
     axis.set_xticks(range(len(COLUMNS)), COLUMNS)
-    axis.set_ylabel("QaRL less rollout-only, points")
+    axis.set_ylabel("QaRL less\nrollout-only, points")
     lines = [Line2D([], [], color="0.3", marker=mark, linestyle="", label=loss) for loss, mark in MARKS.items()]
     for regime, name in SETTINGS.items():
         lines.append(Line2D([], [], color=colours[regime], marker="s", linestyle="", label=name))
-    figure.legend(handles=lines, loc="outside upper center", ncols=len(lines), frameon=False)
+    figure.legend(handles=lines, loc="outside upper center", ncols=3, frameon=False, columnspacing=1)
     return figure
 
 
 if __name__ == "__main__":
     docs = ROOT / "docs"
-    first_picture().savefig(docs / "first.png", dpi=100)
-    pairs_picture().savefig(docs / "pairs.png", dpi=100)
+    with matplotlib.rc_context({"font.size": 15}):  # letters of 6 points on a phone
+        first_picture().savefig(docs / "first.png", dpi=100)
+        pairs_picture().savefig(docs / "pairs.png", dpi=100)

@@ -33,5 +33,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
-    """In docstrings a name of code stands in brackets, [`like_this`], as in TRL's."""
-    return re.sub(r"\[<code>~?([^<]*)</code>\]", r"<code>\1</code>", content)
+    """Code in docstrings and in tables; a page that shows private methods stops the build."""
+    private = re.search(r'id="([\w.]+\._[a-z]\w*)"', content)
+    if private is not None:
+        raise PluginError(f"docs/{page.file.src_uri} shows {private[1]}: give its class `inherited_members: false`.")
+
+    # In docstrings a name of code stands in brackets, [`like_this`], as in TRL's.
+    content = re.sub(r"\[<code>~?([^<]*)</code>\]", r"<code>\1</code>", content)
+    return re.sub(r"<td.*?</td>", narrow_cell, content, flags=re.DOTALL)
+
+
+def narrow_cell(cell: re.Match[str]) -> str:
+    """A cell of a table for a phone: code may break after "_", "/" and ".", but no figure before its error."""
+
+    def breakable(code: re.Match[str]) -> str:
+        return re.sub(r"(?<=\w)([_/.])(?=\w)", r"\1<wbr>", code[0])
+
+    text = cell[0].replace(" ± ", "\u00a0±\u00a0")
+    return re.sub(r"<code>[^<]*</code>", breakable, text)

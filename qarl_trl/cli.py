@@ -16,7 +16,7 @@ from .redact import redact
 # The module and function that get the other arguments, also `--help`. It may return a function for the long work,
 # whose errors keep their traceback.
 COMMANDS = {
-    "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.train"),
+    "train": (".train:main", "train from a recipe; on several GPUs: accelerate launch -m qarl_trl.cli train"),
     "sft": (".train:sft", "fine-tune low-bit weights on given texts, by TRL's SFT"),
     "rloo": (".train:rloo", "train by TRL's RLOO on low-bit rollouts"),
     "distill": (".train:distill", "distill a model in high precision, also a run's own start, into low bits"),
@@ -92,6 +92,7 @@ def run(argv: Sequence[str]) -> Callable[[], None] | None:
     # Only for the list in `--help`: each command parses its own arguments.
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
+    # The first word alone: all others are the command's own.
     command = parser.parse_args(argv[:1]).command
 
     place, _ = COMMANDS[command]

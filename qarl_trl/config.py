@@ -105,6 +105,8 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
         super().__post_init__()
 
         _ = self.trust_band  # refuses bad bounds; the metrics of every loss use them
+
+        # Also without quantization: fp16 and casts of master weights round by more than TBPO's bands allow.
         if self.loss_type == TBPO:
             _check_tbpo(self)
             check_fit(self)
@@ -125,6 +127,7 @@ def _check_numbers(args: QaRLConfig) -> None:
         if value is not None and not (isinstance(value, int) and value > 0):
             raise ValueError(f"{name} must be a whole number above 0, got {value!r}.")
 
+    # Written so that a NaN is refused, too: every comparison with it is false.
     if not (args.temperature > 0 and 0 < args.top_p <= 1):
         raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {args.temperature} and {args.top_p}.")
     _check_ranges(args)
@@ -162,6 +165,7 @@ def _check_tbpo(args: QaRLConfig) -> None:
             "answer's ratio beside an FP8 engine), and the bands are narrower."
         )
 
+    # Micro-batches of a rollout batch, each seen `num_iterations` times, over the micro-batches of an update.
     updates = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     if updates <= 1:
         logger.warning_once(
@@ -182,6 +186,8 @@ def _check_sampling(args: QaRLConfig) -> None:
     sampling["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
     sampling |= args.generation_kwargs or {}
     for name, value in sampling.items():
+        # The log-probs of vLLM are those after truncation (`processed_logprobs`), where cut tokens have probability 0;
+        # the learner's are over the whole vocabulary, scaled by the temperature alone.
         neutral = (None, *NEUTRAL_SAMPLING.get(name, ()))
         if name not in HARMLESS_SAMPLING and value not in neutral:
             raise ValueError(
@@ -224,6 +230,8 @@ def _check_passes(args: QaRLConfig) -> None:
     if args.max_tokens_per_pass is None:
         return
 
+    # The engine's context holds prompt and answer. Without it the length of the prompts is not known here; the passes
+    # check each row ([`~qarl_trl.learner.logps.PackedPasses`]).
     field = "vllm_max_model_length" if args.use_vllm and args.vllm_max_model_length else "max_completion_length"
     longest = getattr(args, field) or 0
     if args.max_tokens_per_pass < longest:

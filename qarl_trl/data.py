@@ -142,6 +142,7 @@ def load_prompts(
 
 def _complete_rows(dataset: Dataset, lacking: str, advice: str) -> Dataset:
     """The rows that have something in every column; warns of others, and refuses (`ValueError`) to leave out all."""
+    # An empty text lacks as much as `None`.
     complete = dataset.filter(lambda row: all(row.values()), desc="Checking rows")
     incomplete = len(dataset) - len(complete)
     if incomplete:

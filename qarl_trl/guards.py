@@ -64,6 +64,7 @@ def all_or_none(what: str, accelerator: Any) -> Iterator[None]:
 
     # Also after a success, because a gather waits for all processes.
     failed = accelerator.gather(torch.tensor([failure is not None], device=accelerator.device))
+    # Its own error in the process where it failed, because that one has the traceback.
     if failure is not None:
         raise failure
     if failed.any():
@@ -166,9 +167,11 @@ def say_if_nothing_is_learned(rewards: Tensor, answers: Tensor, num_generations:
         num_generations: Number of completions in a group; those of a group stand together.
     """
     groups = len(rewards) // num_generations
+    # `(groups, num_generations)`: all of a group are equal if each equals its first.
     equal_answers = (answers.view(groups, -1) == answers.view(groups, -1)[:, :1]).all()
     equal_rewards = (rewards.view(groups, -1) == rewards.view(groups, -1)[:, :1]).all()
 
+    # First, because equal answers have equal rewards: the other message would name an effect.
     if equal_answers:
         logger.warning(
             "In the first rollout batch all answers to a prompt are equal, for each of its %d prompts: nothing is "

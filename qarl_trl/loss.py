@@ -81,15 +81,20 @@ def tbpo_loss(
     Returns:
         The loss, a scalar. A completion outside of its band is constant, so it gives no gradient at all.
     """
+    # The mean over tokens, not the sum of a plain importance ratio: the band means the same at every length.
     ratio = sequence_log_ratio(logps, old_logps, mask).exp()
 
+    # For A > 0 there is no lower bound: a good completion that became less likely keeps its gradient. For A < 0 an
+    # upper bound keeps a ratio that grows, of a bad completion, from dominating the update.
     clipped = torch.where(
         advantages > 0,
         ratio.clamp(max=1 + band.epsilon_high),
+        # Outside of its bounds `clamp` is constant, which is what drops a completion from the gradient.
         ratio.clamp(1 - band.delta_low, 1 + band.delta_high),
     )
     per_token = -(clipped * advantages).unsqueeze(1)
 
+    # After the clip: a mask of tokens must not change the ratio, which is of the whole completion.
     if kept is not None:
         per_token = per_token * kept
     if weight is not None:
@@ -114,9 +119,12 @@ def mismatch_weight(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap
     Returns:
         Float32 `(B,)` in `[1 / c, c]`, detached.
     """
+    # NaN is how TRL marks a token that vLLM did not score. Its difference becomes 0, so its weight is 1.
     sampling_logps = torch.where(sampling_logps.isnan(), old_logps, sampling_logps)
     log_weight = sequence_log_ratio(old_logps, sampling_logps, mask)
 
+    # Clamped before `exp`, so that no difference can overflow. Detached: it weighs samples, and is no path to the
+    # policy.
     log_cap = math.log(cap)
     return log_weight.clamp(-log_cap, log_cap).exp().detach()
 
@@ -129,6 +137,7 @@ def sequence_log_ratio(logps: Tensor, base_logps: Tensor, mask: Tensor) -> Tenso
     mask = mask.bool()
     # `where`, not a product: a NaN at a masked position would survive a multiplication by zero.
     difference = torch.where(mask, logps.float() - base_logps.float(), 0.0)
+    # An empty completion (all tokens masked) has a ratio of exp(0) = 1.
     return difference.sum(-1) / mask.sum(-1).clamp(min=1)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .data import load_math_dataset, load_prompts, load_rows
@@ -103,6 +104,7 @@ class Method:
     command: str
     about: str
     data: type[DataArguments]
+    # Import paths, not classes: importing a trainer loads vLLM, and `--help` needs neither.
     config: str
     trainer: str
     trl_config: str
@@ -155,6 +157,7 @@ def _load_prompts(settings: DistillationArguments, config: Any, name_or_path: st
         settings.prompt_template,
         config_name=settings.dataset_config,
         problem_column=settings.problem_column,
+        # Without a name no completion is read, so data for rollouts need no such column.
         completion_column=settings.completion_column if config.distill_on == "answers" else None,
         system_prompt=settings.system_prompt,
         conversational=settings.conversational,
@@ -198,5 +201,72 @@ DISTILL = Method(
     load=_load_prompts,
 )
 
-# By command. A recipe that fits several is the first one's ([`~qarl_trl.train.choose_method`]).
+# By command. A recipe that fits several is the first one's ([`choose_method`]).
 METHODS = {method.command: method for method in (QARL, RLOO, DISTILL, SFT)}
+
+
+def groups_of(method: Method = QARL) -> tuple[type, ...]:
+    """
+    The dataclasses whose fields are the keys of a recipe.
+
+    Args:
+        method: What is trained.
+    """
+    from trl import ModelConfig
+
+    return method.data, method.config_class(), ModelConfig
+
+
+# The choice of one ---------------------------------------------------------------------------------------------------
+
+
+def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Method, str]:
+    """
+    Choose what a recipe trains, by its keys: what knows most of them, so that a wrong key is reported as one.
+
+    Args:
+        argv: The command line, with the recipe.
+        command: The command that the user named; `None`: none.
+
+    Returns:
+        The method, and a line for the user if the recipe may be another's too; empty if it may not.
+
+    Raises:
+        FileNotFoundError: if the recipe is missing.
+        ValueError: if it cannot be read.
+    """
+    if command is not None:
+        return METHODS[command], ""
+
+    keys = _keys_of(argv)
+    unknown = {}
+    for method in METHODS.values():
+        # A key that no method knows counts for all of them, and decides nothing.
+        known = {field.name for group in groups_of(method) for field in fields(group)}
+        unknown[method] = len(keys - known)
+
+    fewest = min(unknown.values())
+    # In the order of `METHODS`, in which `qarl-trl train` is the first.
+    chosen, *others = [method for method, number in unknown.items() if number == fewest]
+    if not others:
+        return chosen, ""
+    names = " or ".join(method.command for method in others)
+    return chosen, f"Read as a recipe of qarl-trl {chosen.command}. Its keys also fit {names}: --trainer says which."
+
+
+def _keys_of(argv: Sequence[str]) -> set[str]:
+    """The keys of a recipe, and of the options that override it."""
+    from .recipe import read_recipe
+
+    keys: set[str] = set()
+    for place, word in enumerate(argv):
+        if not word.startswith("--"):
+            continue
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if name == "config":
+            # `--config FILE` or `--config=FILE`.
+            recipe = value if has_value else argv[place + 1]
+            keys |= read_recipe(Path(recipe)).keys()
+        else:
+            keys.add(name.replace("-", "_"))
+    return keys

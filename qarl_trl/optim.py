@@ -69,6 +69,7 @@ class ExpertMuon(torch.optim.Optimizer):
     def _update(self, param: nn.Parameter, grad: Tensor, projections: int, settings: dict[str, Any]) -> None:
         """Update the matrices of a parameter, in batches."""
         state = self.state[param]
+        # Before the return below: under FSDP2 a checkpoint gathers the momenta of all processes, so none may lack one.
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
 
@@ -117,9 +118,11 @@ def _step_matrices(
     """
     momenta.lerp_(grads, 1 - momentum)
     update = grads.lerp(momenta, momentum) if nesterov else momenta
+    # `(experts * projections, rows, columns)`: gate and up of an expert are two matrices, each with a step of its own.
     update = orthogonalize(update.flatten(0, 1), ns_coefficients, ns_steps, eps)
 
     rate = muon_rate(float(lr), adjust_lr_fn, weights.shape[-2:])
+    # The decay takes the plain rate, the step one that is scaled by the shape, as in torch.
     weights.mul_(1 - float(lr) * weight_decay)
     weights.add_(update.view(weights.shape), alpha=-rate)
 
@@ -138,12 +141,14 @@ def orthogonalize(matrices: Tensor, coefficients: tuple[float, float, float], st
         bfloat16, same shape: about the nearest matrices with orthonormal rows or columns.
     """
     first, third, fifth = coefficients
+    # Products are formed over the longer side, so the Gram matrix is the smaller of the two.
     is_tall = matrices.shape[1] > matrices.shape[2]
 
     result = matrices.bfloat16()
     if is_tall:
         result = result.mT
     norms = torch.linalg.vector_norm(result, dim=(1, 2), keepdim=True)
+    # Divided by the Frobenius norm, no singular value is above 1, as the iterations need.
     result = result / norms.clamp(min=eps)
 
     for _ in range(steps):
@@ -198,6 +203,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
         groups = []
         for name, part in self._parts.items():
+            # Not the group itself: this object's `load_state_dict` and the scheduler write to these dicts, and `step`
+            # hands them to the parts.
             groups += [group | {"part": name} for group in part.param_groups]
         super().__init__(groups, defaults={})
 
@@ -254,6 +261,7 @@ def split_parameters(model: nn.Module) -> ParameterSplit:
         if not param.requires_grad:
             continue
 
+        # First, because experts are not 2-D, and their `gate_up_proj` must not be left to AdamW.
         if param in projections:
             split.experts[name] = projections[param]
         elif is_hidden_matrix(name, param):
@@ -335,6 +343,7 @@ def build_muon(model: nn.Module, args: TrainingArguments) -> MuonWithAdamW:
         counts = {params[name]: count for name, count in split.experts.items()}
         experts = _expert_muon(counts, muon.defaults)
 
+    # The rest is split as the Trainer splits it for AdamW.
     decayed_names = _decayed_names(model)
     decayed = [params[name] for name in split.others if name in decayed_names]
     undecayed = [params[name] for name in split.others if name not in decayed_names]

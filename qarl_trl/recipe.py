@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ MAY_BE_NEGATIVE = ("quant_group_size", "top_k", "save_total_limit", "entropy_coe
 # YAML's words for booleans. Text fields that accept them have their own meaning for each (`verify_sync: off`).
 _SWITCHES = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _SWITCH_OR_TEXT = ("verify_sync", "resume_from_checkpoint", "scale_rewards", "trackio_static_space_id")
+# YAML's words for no value.
+_NULLS = ("null", "Null", "NULL", "~")
 
 
 class RecipeParser(HfArgumentParser):
@@ -67,6 +70,8 @@ class RecipeParser(HfArgumentParser):
                 action.type = _json_mapping
             elif action.dest == "pad_to_multiple_of":
                 action.type = _number_or_auto
+            elif action.dest == "reward_clip_range":
+                action.type = _json_pair
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
         """
@@ -82,7 +87,8 @@ class RecipeParser(HfArgumentParser):
             ValueError: for an unknown key or a wrong value, which it names.
             FileNotFoundError: if there is no such recipe.
         """
-        options = self._parse(argv)
+        words, nulls = self._without_nulls(argv)
+        options = self._parse(words) | nulls
         config = options.pop("config", None)
         if not config:
             return options
@@ -136,8 +142,42 @@ class RecipeParser(HfArgumentParser):
         # "argument --max_steps/--max-steps: invalid ...", also for a value of the recipe.
         raise ValueError(re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message))
 
+    def _without_nulls(self, argv: Sequence[str]) -> tuple[list[str], dict[str, None]]:
+        """
+        Take `--key null` and `--key=null` out of a command line, whose words argparse converts to the field's type.
+
+        Args:
+            argv: The command line.
+
+        Returns:
+            The other words, and the fields that null sets: of an option that is there twice the last value counts.
+        """
+        words: list[str] = []
+        nulls: dict[str, None] = {}
+        left = list(argv)
+        while left:
+            word = left.pop(0)
+            option, has_value, value = word.partition("=")
+            name = option.removeprefix("--").replace("-", "_")
+            if not option.startswith("--") or name not in self._fields:
+                words.append(word)
+                continue
+
+            nulls.pop(name, None)
+            if not has_value and left:
+                value = left[0]
+            if value not in _NULLS:
+                words.append(word)
+                continue
+
+            if not has_value:
+                left.pop(0)
+            nulls[name] = self._checked(name, None)
+        return words, nulls
+
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
         """The fields that options set."""
+        self._refuse_none(words)
         # Not `parse_args`, which would refuse unknown keys without a suggestion.
         namespace, others = self.parse_known_args(words)
 
@@ -150,7 +190,7 @@ class RecipeParser(HfArgumentParser):
 
         values = vars(namespace)
         for name, value in values.items():
-            if isinstance(value, list):
+            if isinstance(value, list | tuple):
                 for item in value:
                     _check_finite(name, item)
             elif name in self._fields:
@@ -158,8 +198,21 @@ class RecipeParser(HfArgumentParser):
                 _check_sign(self._fields[name], value)
         return values
 
+    def _refuse_none(self, words: Sequence[str]) -> None:
+        """Refuse Python's word for null: in a text field, such as the system prompt, it would be a text."""
+        for place, word in enumerate(words):
+            option, has_value, value = word.partition("=")
+            if not has_value and place + 1 < len(words):
+                value = words[place + 1]
+
+            name = option.removeprefix("--").replace("-", "_")
+            # Where another value is the default, as in `quant_scheme`, the word may have a meaning.
+            may_be_null = name in self._fields and self._fields[name].default is None
+            if option.startswith("--") and may_be_null and value.lower() == "none":
+                raise ValueError(f"{name} must be a value or null, got {value!r}: write null for no value.")
+
     def _checked(self, name: str, value: Any) -> Any:
-        """Check a list, a mapping or null, which no option can say, by the type of the field."""
+        """Check a list, a mapping or null, which argparse cannot convert, by the type of the field."""
         # transformers has defaults of None in fields whose type does not allow it.
         if value is None and self._fields[name].default is None:
             return None
@@ -174,8 +227,8 @@ class RecipeParser(HfArgumentParser):
         except ValidationError as error:
             # For each type that a field may have; several may have the same reason.
             reasons = dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in error.errors())
-            shown = redact(value, name)
-            raise ValueError(f"{name} must be {', or '.join(reasons)}, got {shown!r}.") from None
+            shown = "null" if value is None else repr(redact(value, name))
+            raise ValueError(f"{name} must be {', or '.join(reasons)}, got {shown}.") from None
 
 
 def read_recipe(recipe: Path) -> dict[str, Any]:
@@ -331,6 +384,18 @@ def _json_mapping(text: str) -> str:
     if not text.startswith("{"):
         raise argparse.ArgumentTypeError(f"must be a mapping, or its JSON, got {text!r}")
     return text
+
+
+def _json_pair(text: str) -> tuple[float, ...]:
+    """Two numbers, as JSON."""
+    # transformers would make a tuple of the characters.
+    try:
+        pair = json.loads(text)
+    except json.JSONDecodeError:
+        pair = None
+    if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(value, int | float) for value in pair):
+        raise argparse.ArgumentTypeError(f"must be two numbers, such as [-1, 1], got {text!r}")
+    return tuple(map(float, pair))
 
 
 def _number_or_auto(text: str) -> int | str:

@@ -1,24 +1,20 @@
 """The commands that train from a recipe: `qarl-trl train`, `sft`, `rloo` and `distill`.
 
-`methods` says what each of them trains. On several GPUs: accelerate launch -m qarl_trl.train --config recipe.yaml, or
-accelerate launch -m qarl_trl.cli sft --config recipe.yaml.
+`methods` says what each of them trains. On several GPUs: accelerate launch -m qarl_trl.cli train --config recipe.yaml.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, Field, fields
 from functools import partial
-from textwrap import fill, indent
 from typing import TYPE_CHECKING, Any
 
 from .allocator import let_segments_grow
 from .data import local_path
+from .describe import describe, describe_options
 from .errors import naming_config
-from .methods import DISTILL, METHODS, QARL, RLOO, SFT, DataArguments, Method
-from .options import DATA, GROUPS
-from .redact import redact
+from .methods import DISTILL, QARL, RLOO, SFT, DataArguments, Method, groups_of
 from .rewards import load_rewards
 
 
@@ -26,15 +22,6 @@ from .rewards import load_rewards
 if TYPE_CHECKING:
     from datasets import Dataset
     from trl import ModelConfig
-
-
-_USAGE = """usage: qarl-trl {command} --config FILE [--key value ...]
-
-{about}, from a recipe, a flat YAML file.
-
-Its keys are the options below and TRL's. The command line overrides it. `base: other.yaml` names one that it extends.
-On several GPUs: accelerate launch -m qarl_trl.cli {command} --config recipe.yaml
-"""
 
 
 def parse(
@@ -63,72 +50,28 @@ def parse(
     """
     from .recipe import RecipeParser
 
-    parser = RecipeParser(_groups(method))
+    parser = RecipeParser(groups_of(method))
     values = parser.read(argv)
     for name in without:
         values.pop(name, None)
+    if not values.get("model_name_or_path"):
+        raise ValueError(_what_is_missing(argv, method))
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
     script_args, training_args, model_args = parser.build(values)
-    if not model_args.model_name_or_path:
-        raise ValueError("model_name_or_path is missing: give a Hub id or a model folder.")
-
     if not engine_only:
         _find_data_and_checkpoint(script_args, training_args)
     return script_args, training_args, model_args
 
 
-def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Method, str]:
-    """
-    Choose what a recipe trains, by its keys: what knows most of them, so that a wrong key is reported as one.
+def _what_is_missing(argv: Sequence[str], method: Method) -> str:
+    """What to say of a command line and a recipe without a model."""
+    if any(word.partition("=")[0] == "--config" for word in argv):
+        return "model_name_or_path is missing in the recipe: give a Hub id or a model folder."
 
-    Args:
-        argv: The command line, with the recipe.
-        command: The command that the user named; `None`: none.
-
-    Returns:
-        The method, and a line for the user if the recipe may be another's too; empty if it may not.
-
-    Raises:
-        FileNotFoundError: if the recipe is missing.
-        ValueError: if it cannot be read.
-    """
-    if command is not None:
-        return METHODS[command], ""
-
-    keys = _keys_of(argv)
-    unknown = {}
-    for method in METHODS.values():
-        known = {field.name for group in _groups(method) for field in fields(group)}
-        unknown[method] = len(keys - known)
-
-    fewest = min(unknown.values())
-    # In the order of `METHODS`, in which `qarl-trl train` is the first.
-    chosen, *others = [method for method, number in unknown.items() if number == fewest]
-    if not others:
-        return chosen, ""
-    names = " or ".join(method.command for method in others)
-    return chosen, f"Read as a recipe of qarl-trl {chosen.command}. Its keys also fit {names}: --trainer says which."
-
-
-def _keys_of(argv: Sequence[str]) -> set[str]:
-    """The keys of a recipe, and of the options that override it."""
-    from pathlib import Path
-
-    from .recipe import read_recipe
-
-    keys: set[str] = set()
-    for place, word in enumerate(argv):
-        if not word.startswith("--"):
-            continue
-        name, has_value, value = word.removeprefix("--").partition("=")
-        if name == "config":
-            recipe = value if has_value else argv[place + 1]
-            keys |= read_recipe(Path(recipe)).keys()
-        else:
-            keys.add(name.replace("-", "_"))
-    return keys
+    example = f"qarl-trl {method.command} --config recipe.yaml"
+    return f"missing --config, or a model and data without one. For example: {example} (--help: all keys)"
 
 
 def _prepare_devices(values: dict[str, Any], only_checks: bool, engine_only: bool) -> None:
@@ -164,13 +107,6 @@ def _find_data_and_checkpoint(script_args: DataArguments, training_args: Any) ->
     training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
-def _groups(method: Method = QARL) -> tuple[type, ...]:
-    """The dataclasses whose fields are the keys of a recipe."""
-    from trl import ModelConfig
-
-    return method.data, method.config_class(), ModelConfig
-
-
 def _check_data(script_args: DataArguments, with_eval: bool) -> None:
     """Refuse settings without data, or whose files are missing."""
     names = ["dataset_name_or_path"]
@@ -182,45 +118,6 @@ def _check_data(script_args: DataArguments, with_eval: bool) -> None:
         if not name_or_path:
             raise ValueError(f"{name} is missing: give a Hub id or a .jsonl, .json or .parquet file.")
         local_path(name_or_path)
-
-
-def describe_options(method: Method = QARL) -> str:
-    """The text of `--help`: our fields in groups."""
-    options = options_of(method)
-    lines = [_USAGE.format(command=method.command, about=method.about)]
-    for group in GROUPS:
-        described = [_describe_option(option) for option in options if option.metadata["help"].group == group]
-        if not described:
-            continue
-        title = "Data and rewards" if group == DATA and method.has_rewards else group
-        lines += [f"{title}\n", *described, ""]
-
-    lines.append(f"TRL's options: the fields of {method.trl_config} and ModelConfig, https://huggingface.co/docs/trl")
-    return "\n".join(lines)
-
-
-def options_of(method: Method) -> list[Field]:
-    """The fields that this package adds to TRL's settings, or gives another meaning."""
-    data_group, config_group, _ = _groups(method)
-    added = _names_of_ours(config_group)
-    return [*fields(data_group), *(option for option in fields(config_group) if option.name in added)]
-
-
-def _names_of_ours(config: type) -> set[str]:
-    """The names of those fields of a config."""
-    names: set[str] = set()
-    for base in config.__mro__:
-        if base.__module__.startswith("qarl_trl."):
-            names |= vars(base).get("__annotations__", {}).keys()
-    return names
-
-
-def _describe_option(option: Field) -> str:
-    """Name, meaning and default of a field."""
-    text = option.metadata["help"]
-    if option.default is not None and option.default is not MISSING:
-        text += f" (default: {option.default})"
-    return f"  --{option.name}\n" + indent(fill(text, 110), " " * 8)
 
 
 def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, method: Method = QARL) -> Any:
@@ -243,6 +140,7 @@ def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, 
     with_eval = training_args.eval_strategy != "no"
     train_dataset, eval_dataset = load_datasets(script_args, with_eval, training_args, method)
 
+    # transformers' errors about a config or about weights do not say which file they mean.
     with naming_config([model_args.model_name_or_path]):
         return method.trainer_class()(
             model=model_args.model_name_or_path,
@@ -323,50 +221,6 @@ def load_datasets(
     if not with_eval:
         return train_dataset, None
     return train_dataset, load(script_args.eval_dataset_name_or_path, script_args.eval_dataset_split)
-
-
-def describe(script_args: DataArguments, args: Any, model_args: ModelConfig) -> str:
-    """
-    The settings to print: method, batch sizes, and every field that differs from its default.
-
-    Args:
-        script_args: Data and rewards; from [`parse`], as the others.
-        args: The settings of the trainer.
-        model_args: The settings of the model.
-    """
-    import torch
-
-    from .config import changed_fields
-
-    learner = "quantized" if args.quantized and args.quantize_learner else "in high precision"
-
-    lines = [
-        f"model: {model_args.model_name_or_path}, scheme {args.quant_name}, learner {learner}",
-        *_describe_batches(args),
-    ]
-    if not torch.cuda.is_available():
-        lines.append("device: no CUDA device here, so the settings were checked for a CPU")
-
-    for group in (script_args, args, model_args):
-        for name, value in sorted(changed_fields(group).items()):
-            lines.append(f"{type(group).__name__}.{name}: {redact(value, name)!r}")
-    return "\n".join(lines)
-
-
-def _describe_batches(args: Any) -> list[str]:
-    """How many rows an update has, and a rollout batch if the trainer samples several completions of a prompt."""
-    per_update = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
-    if not hasattr(args, "num_generations"):
-        return [f"update: {per_update} rows on {args.world_size} process(es)"]
-
-    completions = args.generation_batch_size
-    prompts = completions // args.num_generations
-    updates = completions * args.num_iterations / per_update
-    return [
-        f"rollout batch: {prompts} prompts x {args.num_generations} = {completions} completions "
-        f"on {args.world_size} process(es)",
-        f"update: {per_update} completions; {updates:g} updates per rollout batch",
-    ]
 
 
 def sft(argv: Sequence[str]) -> Callable[[], None] | None:

@@ -114,6 +114,8 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if not isinstance(args, QaRLConfig):
             raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
 
+        # Before the model gets them.
+        self._tag_names = ["trl", TBPO if args.loss_type == TBPO else "grpo", "qarl"]
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,
@@ -131,10 +133,14 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
             environment_factory=environment_factory,
         )
 
+        # TRL calls it once in each process, and gathers afterwards: a process that raises alone would leave the others
+        # waiting.
         if self.rollout_func is not None:
             self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
 
         self._tbpo = args.loss_type == TBPO
+        # Only now: they read what TRL's constructor sets, such as the accelerator, the tokenizer and
+        # `aux_loss_enabled`.
         self._choose_passes()
         self._choose_endings()
 
@@ -154,9 +160,11 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         logged.
         """
         if self._mode == "train":
+            # Before TRL samples: the ratios of this batch must be 1 until `global_step` moves on.
             self._rollout_buffer.step_of_sampling = self.state.global_step
 
         output = super()._generate_and_score_completions(inputs)
+        # After TRL has normalized them, so that dropping the negative ones does not shift the positive ones.
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
 
         old = output.get("old_per_token_logps")
@@ -164,6 +172,8 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         mask = loss_mask(output)
         if self._tbpo and self.args.weighs_mismatch:
             weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
+            # TRL's stock weight is the exponential of a sum over tokens, and by default 0 above 3: of long answers
+            # beside a low-bit engine it would drop most. `(B, 1)` is the shape of TRL's own weight of a sequence.
             output["importance_sampling_ratio"] = weight.unsqueeze(1)
 
         if old is not None and self._compares_sampler:  # without `old` see `_measure_mismatch`
@@ -195,6 +205,8 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if self._tbpo:
             other_terms, logps, entropies = self._terms_beside_the_policy_loss(model, inputs)
             policy_loss = self._tbpo_loss(logps, entropies, inputs)
+            # As TRL divides its terms: the Trainer sums the gradients of the micro-batches. Evaluations accumulate
+            # nothing.
             micro_batches = self.current_gradient_accumulation_steps if self._mode == "train" else 1
             loss = policy_loss / micro_batches + other_terms
             self._log_policy_loss(policy_loss)
@@ -202,6 +214,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
             loss = super()._compute_loss(model, inputs)
             logps, _ = self._loss_forward.take()
 
+        # Metrics of every loss, after it: they must neither change it nor stay in its graph.
         self._measure_ratios(logps.detach(), inputs)
         self._measure_mismatch(logps.detach(), inputs)
         return loss
@@ -249,10 +262,14 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         mask = loss_mask(inputs)
         kept: Tensor | None = None
 
+        # The same calls with the same arguments as in TRL's `_compute_loss` (1.16), whose own masks met advantages of
+        # zero.
         if self.off_policy_mask_threshold is not None:
             kept = self.get_off_policy_mask(
                 advantages=inputs["advantages"].unsqueeze(1),
                 per_token_logps=logps,
+                # The engine's log-probs where there are any: the mask is also about the mismatch, not only about
+                # updates.
                 sampling_per_token_logps=inputs.get("sampling_per_token_logps", _old_logps(logps, inputs)),
                 mask=mask,
                 off_policy_threshold=self.off_policy_mask_threshold,

@@ -23,7 +23,8 @@ HEAD = """# All settings
 
 This page has the settings that the package adds to those of TRL, which keep
 [their meaning](https://huggingface.co/docs/trl/grpo_trainer#trl.GRPOConfig). Each is a key of a recipe and an option
-of the command line (`--quant_scheme W4A16`); those of a trainer are also arguments of its config.
+of the command line (`--quant_scheme W4A16`); those of a trainer are also arguments of its config. `null` is no value,
+in a recipe and on the command line.
 
 <!-- Written by tests/config_reference.py from the help of each field. -->
 """

@@ -141,7 +141,7 @@ def starts_engine(item):
 def cpu_of_settings(request, monkeypatch):
     """Where an engine does not run, settings and refusals are tested as on a CPU where it does."""
     if not starts_engine(request.node):
-        monkeypatch.setattr(cpu_support, "why_no_engine", lambda *_: None)
+        monkeypatch.setattr(cpu_support, "why_no_engine", lambda *_, **__: None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -82,6 +83,53 @@ def test_wrong_command_line_exits_with_usage(argv, capsys):
 
     assert stopped.value.code == 2
     assert "usage: qarl-trl" in capsys.readouterr().err
+
+
+MISSING = {
+    "train": (["train"], "--config"),
+    "sft": (["sft", "--max_steps", "3"], "--config"),
+    "rloo": (["rloo"], "--config"),
+    "distill": (["distill", "--learning_rate=1e-5"], "--config"),
+    "eval": (["eval"], "model, --suite"),
+    "eval without --suite": (["eval", "runs/sums"], "--suite"),
+    "export": (["export"], "checkpoint, output"),
+    "push": (["push", "runs/sums"], "repo"),
+    "serve": (["serve", "--host", "0.0.0.0"], "--config"),
+    "plan": (["plan", "--gpus", "2"], "--config"),
+    "report": (["report"], "RUN"),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_missing_arguments_are_one_line_with_an_example(case, capsys, tmp_path, monkeypatch):
+    """Without a GPU, whose lack is not what the user has to mend first."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    argv, missing = MISSING[case]
+
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(argv)
+
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    assert stopped.value.code == 2
+    assert said.out == ""
+    assert line.startswith(f"qarl-trl {argv[0]}: missing {missing}")
+    # The example has what was missing.
+    (example,) = re.findall(r"For example: (qarl-trl .*) \(--help", line)
+    command, *words = shlex.split(example)[1:]
+    assert command == argv[0]
+    for option in re.findall(r"--\w+", missing):
+        assert option in words
+
+
+def test_the_help_of_serve_names_port_and_dry_run(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("--dry_run", "vllm_server_port", "vllm_server_base_url", "8000"):
+        assert words in said
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,7 @@ import pytest
 from config_reference import PAGE, SECTIONS, page
 
 from qarl_trl.config import QaRLConfig
-from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, Method
-from qarl_trl.train import _groups
+from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, Method, groups_of
 
 
 def keys_of_the_page() -> set[str]:
@@ -20,7 +19,7 @@ def keys_of_the_page() -> set[str]:
 def keys_of_the_package(method: Method) -> set[str]:
     """The keys of a command that are not TRL's."""
     keys = set()
-    for group in _groups(method):
+    for group in groups_of(method):
         of_the_group = {field.name for field in fields(group)}
         for config in group.__mro__:
             if config.__module__.startswith("qarl_trl"):

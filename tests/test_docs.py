@@ -14,9 +14,9 @@ import yaml
 from tools.report.folders import log, write_run
 
 from qarl_trl import QaRLConfig, cli
-from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
+from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, groups_of
 from qarl_trl.recipe import check_keys
-from qarl_trl.train import _groups, parse
+from qarl_trl.train import parse
 
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +26,9 @@ HISTORY = ("CHANGELOG.md", "tests/test_docs.py")
 PAGES = [name for name in FILES if name.endswith(".md") and name not in (*HISTORY, "qarl_trl/export/card.md")]
 # The keys of a recipe, which are options of these commands too.
 METHODS = {"train": QARL, "doctor": QARL, "plan": QARL, "serve": QARL, "sft": SFT, "rloo": RLOO, "distill": DISTILL}
-KEYS = {name: [field.name for group in _groups(method) for field in fields(group)] for name, method in METHODS.items()}
+KEYS = {
+    name: [field.name for group in groups_of(method) for field in fields(group)] for name, method in METHODS.items()
+}
 
 
 def without_code(text: str) -> str:
@@ -118,13 +120,26 @@ def read_command(page: str, line: str) -> Command | None:
     if "qarl-trl" in words:
         start = words.index("qarl-trl")
         return Command(page, words[start + 1], words[start:])
-    if "qarl_trl.train" in words:  # python -m
-        start = words.index("qarl_trl.train")
-        return Command(page, "train", words[start:])
-    if "qarl_trl.cli" in words:
+    if "qarl_trl.cli" in words:  # python -m
         start = words.index("qarl_trl.cli")
         return Command(page, words[start + 1], words[start:])
     return None
+
+
+def test_the_module_to_launch_has_one_spelling():
+    """`-m qarl_trl.cli COMMAND`, which every trainer has. `-m qarl_trl.train` works, but not for SFT."""
+    launches: dict[str, list[str]] = {}
+    for name in FILES:
+        if name.startswith((*HISTORY, "tests/")) or not name.endswith((".py", ".yaml", ".md", ".sh", ".ipynb")):
+            continue
+        for module in re.findall(r"-m (qarl_trl[\w.]*( \{?\w+)?)", (ROOT / name).read_text()):
+            launches.setdefault(module[0], []).append(name)
+
+    assert len(launches["qarl_trl.cli train"]) > 20
+    # `{command}` is in the help of each trainer.
+    assert launches.keys() <= {
+        f"qarl_trl.cli {command}" for command in ("train", "sft", "rloo", "distill", "{command")
+    }
 
 
 def commands() -> list[Command]:

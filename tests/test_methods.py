@@ -6,13 +6,15 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import ModelCard
 from slow.toys import save_model, stored_tensors
 from trl import TrlParser
 
-from qarl_trl import cli, train
-from qarl_trl.methods import DISTILL, QARL, RLOO, SFT
+from qarl_trl import cli
+from qarl_trl.describe import describe_options, options_of
+from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, groups_of
 from qarl_trl.options import GROUPS
-from qarl_trl.train import _groups, describe_options, options_of, parse
+from qarl_trl.train import parse
 
 
 METHODS = {"sft": SFT, "rloo": RLOO, "distill": DISTILL}
@@ -22,6 +24,8 @@ SETTINGS = {
     "rloo": "num_generations: 2\nmax_completion_length: 4\nconversational: false\nbeta: 0.0\n",
     "distill": "distill_on: answers\ncompletion_column: answer\nconversational: false\nbeta: 0.0\n",
 }
+# The tag of the card, which says what was done.
+TAGS = {"sft": "sft", "rloo": "rloo", "distill": "distillation", "train": "tbpo", "a stock loss": "grpo"}
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +59,10 @@ def test_a_recipe_ends_in_a_low_bit_model(recipe, tmp_path, command):
     cli.main([command, "--config", recipe(command)])
 
     assert "model.layers.0.mlp.down_proj.weight_packed" in stored_tensors(tmp_path / "out")
-    assert "1 optimizer step" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "1 optimizer step" in card
+    tags = ModelCard(card).data.tags
+    assert set(TAGS.values()) & set(tags) == {TAGS[command]}
 
 
 @pytest.mark.parametrize("command", METHODS)
@@ -87,7 +94,7 @@ def test_help_names_the_command_and_its_own_fields(capsys, command):
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
 def test_each_field_of_ours_is_in_a_group_and_in_the_help(method):
     """`kv_cache_dtype` was in none."""
-    data, config, _ = _groups(method)
+    data, config, _ = groups_of(method)
     stock = {field.name for base in config.__mro__ if base.__name__ == method.trl_config for field in fields(base)}
     ours = {field.name for group in (data, config) for field in fields(group)} - stock
     if method is QARL:
@@ -105,7 +112,7 @@ def test_each_field_of_ours_is_in_a_group_and_in_the_help(method):
 def test_the_help_refuses_a_field_without_a_group(monkeypatch):
     """Control."""
     without = SimpleNamespace(name="new_field", metadata={"help": "Something."}, default=None)
-    monkeypatch.setattr(train, "options_of", lambda method: [without])
+    monkeypatch.setattr("qarl_trl.describe.options_of", lambda method: [without])
 
     with pytest.raises(AttributeError, match="group"):
         describe_options(QARL)
@@ -114,7 +121,7 @@ def test_the_help_refuses_a_field_without_a_group(monkeypatch):
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
 def test_a_script_of_a_user_reads_the_config_by_trls_parser(method, tmp_path):
     """It hands the metadata of a field to argparse, which knows no groups."""
-    _, config, _ = _groups(method)
+    _, config, _ = groups_of(method)
     line = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--quant_scheme", "W8A16"]
 
     (args,) = TrlParser((config,)).parse_args_and_config(line)
@@ -124,7 +131,7 @@ def test_a_script_of_a_user_reads_the_config_by_trls_parser(method, tmp_path):
 
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
 def test_the_config_is_that_of_its_trainer_and_of_trl(method):
-    _, config, _ = _groups(method)
+    _, config, _ = groups_of(method)
     stock = {field.name for base in config.__mro__ if base.__name__ == method.trl_config for field in fields(base)}
 
     assert stock

@@ -10,9 +10,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from trl import get_peft_config
 
+from qarl_trl.describe import describe
 from qarl_trl.methods import DISTILL, RLOO, SFT
 from qarl_trl.quant.modifier import read_modifier
-from qarl_trl.train import describe, parse
+from qarl_trl.train import parse
 from qarl_trl.validate.adapters import check_adapter
 
 

@@ -15,6 +15,8 @@ import yaml
 from conftest import make_model, make_tokenizer
 
 from qarl_trl import cli, train
+from qarl_trl.checkpoints.folder import commit
+from qarl_trl.methods import METHODS, groups_of
 from qarl_trl.recipe import RecipeParser, read_recipe
 from qarl_trl.rewards import load_rewards
 from qarl_trl.train import parse
@@ -106,7 +108,7 @@ def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field
     accepted = set()
     types = {}
 
-    for group in train._groups():
+    for group in groups_of():
         types |= get_type_hints(group)
         parser = RecipeParser([group])
         known = [field.name for field in fields(group)]
@@ -193,6 +195,75 @@ def test_what_no_option_can_say_is_taken_from_the_recipe_by_its_type(base, tmp_p
     assert parse(["--config", str(recipe), *base, "--max_tokens_per_pass", "512"])[1].max_tokens_per_pass == 512
 
 
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_every_field_that_may_be_null_in_a_recipe_may_be_null_on_the_command_line(method, tmp_path):
+    parser = RecipeParser(groups_of(method))
+    recipe = tmp_path / "recipe.yaml"
+    may_be_null = set()
+
+    for name in parser._fields:
+        recipe.write_text(f"{name}: null\n")
+        try:
+            in_recipe = parser.read(["--config", str(recipe)])
+            may_be_null.add(name)
+        except ValueError as error:
+            in_recipe = str(error)
+            assert "null" in in_recipe or "must be one of" in in_recipe
+
+        for option in ([f"--{name}", "null"], [f"--{name.replace('_', '-')}=~"]):
+            try:
+                on_command_line = parser.read(option)
+            except ValueError as error:
+                on_command_line = str(error)
+            assert on_command_line == in_recipe, name
+
+    assert len(may_be_null) > 60
+    # Control: what must be there is no such field.
+    assert {"max_steps", "learning_rate", "dataset_split"}.isdisjoint(may_be_null)
+
+
+def test_null_on_the_command_line_overrides_and_is_overridden(base, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("quant_group_size: 32\nlora_target_modules: [q_proj]\n")
+    argv = ["--config", str(recipe), *base]
+
+    nulls = ["--quant_group_size", "null", "--lora_target_modules", "null", "--max_tokens_per_pass", "null"]
+    _, args, model_args = parse([*argv, "--quant_group_size", "64", *nulls])
+
+    assert args.quant_group_size is None
+    assert args.max_tokens_per_pass is None
+    assert model_args.lora_target_modules is None
+    assert parse([*argv, *nulls, "--quant_group_size", "64"])[1].quant_group_size == 64
+
+
+@pytest.mark.parametrize("name", ["quant_group_size", "system_prompt", "bf16", "lora_target_modules"])
+@pytest.mark.parametrize("word", ["none", "None"])
+def test_pythons_word_for_null_is_no_text(base, tmp_path, name, word):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{name}: {word}\n")
+
+    for argv in ([f"--{name}", word], [f"--{name}={word}"], ["--config", str(recipe)]):
+        with pytest.raises(ValueError, match=f"{name} must be a value or null, got '{word}': write null"):
+            parse([*base, *argv])
+
+
+def test_none_is_a_word_where_another_value_is_the_default(base):
+    _, args, _ = parse([*base, "--quant_scheme", "none", "--report_to", "none", "--advantage_filter", "none"])
+
+    assert args.quant_scheme == "none"
+    assert args.report_to == []
+    assert args.advantage_filter == "none"
+
+
+def test_a_pair_of_numbers_is_no_text():
+    parser = RecipeParser(groups_of(METHODS["rloo"]))
+
+    assert parser.read(["--reward_clip_range", "[-1, 2.5]"]) == {"reward_clip_range": (-1.0, 2.5)}
+    for wrong in ("5", "12", "[1]", "[1, x]", '["1", "2"]', "[0, NaN]"):
+        with pytest.raises(ValueError, match="reward_clip_range"):
+            parser.read(["--reward_clip_range", wrong])
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
@@ -216,7 +287,7 @@ def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
 
 
 def test_options_are_texts_lists_switches_and_negative_numbers():
-    parser = RecipeParser(train._groups())
+    parser = RecipeParser(groups_of())
 
     values = parser.read(
         [
@@ -352,6 +423,61 @@ def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsy
     # Control: without the dry run transformers refuses them.
     with pytest.raises(ValueError, match="use_cpu"):
         parse(for_gpu)
+
+
+PLANS = {
+    "as it is": (
+        [],
+        {"start": "from the beginning", "output": "the low-bit model in {out}", "push": "nothing"},
+    ),
+    "checkpoints": (
+        ["--save_steps", "20", "--save_total_limit", "3"],
+        {"checkpoints": "every 20 updates, in {out}; the last 3 stay"},
+    ),
+    "a part of the run": (["--save_steps", "0.1"], {"checkpoints": "every 10% of the run, in {out}; all stay"}),
+    "none": (["--save_strategy", "no"], {"checkpoints": "none, so nothing can be resumed"}),
+    "merged adapter": (
+        ["--use_peft", "--lora_dropout", "0"],
+        {"output": "the adapter in {out}, the low-bit model in {out}/low_bit"},
+    ),
+    "frozen base, pushed": (
+        ["--use_peft", "--lora_dropout", "0", "--lora_base", "frozen", "--push_to_hub", "--hub_model_id", "me/sums"],
+        {
+            "output": "the adapter in {out}, its base in {out}/base",
+            "push": "to me/sums at the end, its base to me/sums-base",
+        },
+    ),
+    "unquantized, pushed": (
+        ["--quant_scheme", "none", "--push_to_hub"],
+        {"output": "the model in {out}", "push": "to out at the end"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_dry_run_says_where_it_starts_and_what_it_writes_and_pushes(base, tmp_path, capsys, case):
+    options, expected = PLANS[case]
+
+    run([*base, *options, "--dry_run"])
+
+    printed = capsys.readouterr().out.splitlines()
+    for what, words in expected.items():
+        assert f"{what}: {words.format(out=tmp_path / 'out')}" in printed
+
+
+def test_a_dry_run_names_the_checkpoint_that_auto_finds(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (2, 10):
+        incoming = tmp_path / "incoming"
+        incoming.mkdir()
+        for file in ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+            (incoming / file).write_text("{}")
+        (tmp_path / "out").mkdir(exist_ok=True)
+        commit(incoming, tmp_path / "out" / f"checkpoint-{number}")
+
+    run([*base, "--output_dir", "out", "--resume_from_checkpoint", "auto", "--dry_run"])
+
+    assert f"start: resumes from {tmp_path}/out/checkpoint-10" in capsys.readouterr().out.splitlines()
 
 
 def test_a_dry_run_finds_a_missing_reward(base):

@@ -44,6 +44,44 @@ def test_arguments_that_cannot_work_are_refused_before_a_model_loads(tmp_path, a
         QaRLTrainer("no/such-model", distinct_characters, train_dataset=prompts(), **arguments)
 
 
+# Data and rewards ---------------------------------------------------------------------------------------------------
+
+
+def test_a_streamed_data_set_trains_as_the_same_one_in_memory(dense_model, tmp_path):
+    args = QaRLConfig(**without_engine(tmp_path / "a", shuffle_dataset=False))
+    streamed = QaRLTrainer(dense_model, distinct_characters, args, train_dataset=prompts().to_iterable_dataset())
+    streamed_losses = train(streamed)
+
+    in_memory = make(dense_model, tmp_path / "b", shuffle_dataset=False)
+    losses = train(in_memory)
+
+    assert losses == streamed_losses
+    assert not changed(master_weights(in_memory), master_weights(streamed))
+    # Control: the order of the rows matters.
+    assert train(make(dense_model, tmp_path / "c", shuffle_dataset=True)) != losses
+
+
+def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
+    def longest_run(completions, **_):
+        return [float(max(map(completion.count, completion), default=0)) for completion in completions]
+
+    settings = without_engine(tmp_path / "a", reward_weights=[1.0, -0.5])
+    rewards = [distinct_characters, longest_run]
+    both = QaRLTrainer(dense_model, rewards, QaRLConfig(**settings), train_dataset=prompts())
+    both_losses = train(both)
+
+    def added(completions, **_):
+        parts = zip(distinct_characters(completions), longest_run(completions), strict=True)
+        return [first - 0.5 * second for first, second in parts]
+
+    one = QaRLTrainer(dense_model, added, QaRLConfig(**without_engine(tmp_path / "b")), train_dataset=prompts())
+
+    assert train(one) == both_losses
+    assert logged(one, "reward") == pytest.approx(logged(both, "reward"))
+    # Control: the second one counts.
+    assert train(make(dense_model, tmp_path / "c")) != both_losses
+
+
 # With the scheme off: TRL's trainer ---------------------------------------------------------------------------------
 
 

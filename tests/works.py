@@ -90,8 +90,27 @@ SECTIONS: dict[str, list[Row]] = {
             "test_server.py::test_a_run_through_a_server_is_the_colocated_one",
             "`qarl-trl serve`",
         ),
+        Row(
+            "no engine: transformers samples",
+            WORKS,
+            "test_run_trains_evaluates_and_saves",
+            "`use_vllm: false`, slow; on every machine",
+        ),
+        Row(
+            "several updates on one rollout batch",
+            WORKS,
+            "test_packed_passes_train_as_padded_rows_do",
+            "`num_iterations`, `steps_per_generation`",
+        ),
         Row("sleep mode", WORKS, "test_a_sync_brings_back_all_that_a_sleep_threw_away"),
         Row("rewards by name and by import path", WORKS, "test_rewards_come_by_name_and_by_path"),
+        Row("several rewards with weights", WORKS, "test_several_rewards_are_added_by_their_weights"),
+        Row(
+            "streamed data sets in a script",
+            WORKS,
+            "test_a_streamed_data_set_trains_as_the_same_one_in_memory",
+            "set `max_steps`; a resume does not compare their rows, and a recipe loads data sets whole",
+        ),
         Row("`rollout_func` that asks the engine", WORKS, "test_an_engine_that_a_rollout_func_drives_is_checked_too"),
         Row("tools, several processes, one engine", REFUSED, "test_tools_of_several_processes_need_an_engine_each"),
         Row("tools, one engine a process", WORKS, "test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody"),
@@ -191,6 +210,37 @@ SECTIONS: dict[str, list[Row]] = {
             "all but Cohere and Falcon-H1 ran once by hand",
         ),
         Row("vision-language models", NOT_TRIED, "", "without an engine LLaVA ran once by hand"),
+    ],
+    "Machines": [
+        Row(
+            "CPUs with AVX-512 and the engine",
+            WORKS,
+            "test_invariants.py::test_the_learner_gives_the_engines_log_probs_bit_for_bit",
+        ),
+        Row(
+            "CPUs with AVX2 and the engine: W8A8, W4A8, FP8_DYNAMIC",
+            WORKS,
+            "test_a_cpu_that_the_engine_runs_on_passes",
+        ),
+        Row(
+            "CPUs with AVX2 and the engine: W4A16",
+            REFUSED,
+            "test_a_run_with_the_engine_is_refused_before_a_model_loads",
+            "without an engine it trains",
+        ),
+        Row(
+            "ARM and x86 without AVX2, with the engine",
+            REFUSED,
+            "test_a_cpu_that_the_engine_cannot_run_on_says_why",
+        ),
+        Row(
+            "Hopper (H200): W4A16, FP8_DYNAMIC",
+            WORKS,
+            "test_the_engines_own_layer_is_the_plain_form",
+            "the test is of layers; trained, synced and saved by hand, with vLLM 0.26 ([the run](../dev/gpu.md))",
+        ),
+        Row("other GPUs: Ampere, Ada, Blackwell, AMD", NOT_TRIED, "", "a consumer's GPU neither"),
+        Row("macOS, Windows", NOT_TRIED),
     ],
     "Schemes and starts": [
         Row(

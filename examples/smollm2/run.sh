@@ -13,7 +13,7 @@ else
 fi
 python "$here/warm_start.py" $out $warm
 qarl-trl export $out/start $out/start-w4a16 --scheme W4A16 --group_size 64
-accelerate launch --num_processes 1 --cpu -m qarl_trl.train --config "$here/qarl.yaml" $train
+accelerate launch --num_processes 1 --cpu -m qarl_trl.cli train --config "$here/qarl.yaml" $train
 for model in start start-w4a16 qarl; do
     rm -rf $out/eval-$model
     qarl-trl eval $out/$model --suite $out/test.jsonl --temperature 1 --max_new_tokens 24 $score --output_dir $out/eval-$model

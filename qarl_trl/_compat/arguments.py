@@ -17,6 +17,8 @@ def add_json_fields(config_class: type, *names: str) -> None:
         names: Its own fields.
     """
     fields = list(names)
+    # The whole order of bases, TRL's config among them. transformers' `__post_init__` turns a listed field into a dict
+    # if its text begins with "{".
     for base in config_class.__mro__:
         for name in vars(base).get("_VALID_DICT_FIELDS", ()):
             if name not in fields:

@@ -31,6 +31,7 @@ def trl_module(trainer_class: type) -> str:
     Raises:
         TypeError: if it is none.
     """
+    # The nearest class of TRL: its `__init__` is the one that runs, and a name is replaced where that code reads it.
     for base in trainer_class.__mro__:
         if base.__module__.startswith("trl."):
             return base.__module__
@@ -70,6 +71,8 @@ def construction(
     """
     module = import_module(trl_module(trainer_class))
 
+    # TRL's GRPO, RLOO and distillation import the class at the top of their module, so it must be replaced there. SDFT
+    # and SDPO import it within a function, which reads its home at that time.
     engine_home = ENGINE_HOME
     if hasattr(module, "VLLMGeneration"):
         engine_home = module.__name__
@@ -79,6 +82,7 @@ def construction(
         stack.enter_context(_shared_zeros())
         if hasattr(module, "prepare_fsdp"):
             stack.enter_context(_sharded_reference(module.__name__))
+        # On a class of accelerate, not in TRL's module: TRL calls it as a method.
         stack.enter_context(_prepared_teacher())
         if load is not None:
             stack.enter_context(patch(f"{module.__name__}.create_model_from_path", load))
@@ -100,6 +104,7 @@ def _shared_zeros() -> AbstractContextManager:
         if not is_fsdp_enabled() or is_local_dist_rank_0():
             return original(model, *args)
 
+        # Parameters and buffers are on the meta device here: they have a shape and a dtype, but no memory.
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             parent, _, local = name.rpartition(".")
             setattr(model.get_submodule(parent), local, _zeros_like(tensor))
@@ -109,9 +114,12 @@ def _shared_zeros() -> AbstractContextManager:
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros on the CPU: for a parameter one zero that all its entries share, for a buffer ordinary ones."""
+    # transformers computes some buffers afterwards, in place (rotary frequencies), and they are small.
     if not isinstance(tensor, torch.nn.Parameter):
         return torch.zeros_like(tensor, device="cpu")
 
+    # Strides of 0: the tensor has the shape that accelerate shards by, and the memory of one number. torch
+    # allows no gradients of integers.
     zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
     return torch.nn.Parameter(zero, requires_grad=tensor.is_floating_point())
 
@@ -126,6 +134,7 @@ def _sharded_reference(module: str) -> AbstractContextManager:
     """
     from trl.models import prepare_fsdp
 
+    # In evaluation mode, as TRL's own function leaves a reference: a dropout would make it another model.
     def prepare(model: PreTrainedModel, accelerator: Any) -> Any:
         if accelerator.is_fsdp2:
             return fsdp2_prepare_model(accelerator, model).eval()
@@ -151,6 +160,8 @@ def _prepared_teacher() -> AbstractContextManager:
     def prepare(
         accelerator: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
+        # The policy comes with `evaluation_mode=False`. TRL's reward models come with a `device_placement`, which says
+        # that they must be whole on a device.
         is_left_alone = not evaluation_mode or device_placement is not None
         if not is_left_alone:
             model.requires_grad_(False)

@@ -27,9 +27,13 @@ def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     Raises:
         RuntimeError: if the checkpoint lacks a weight.
     """
+    # float32 by name: without it transformers takes the dtype of the config, and a resumed run would begin with
+    # rounded master weights.
     stored, report = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    # transformers has drawn these at random, and `load_state_dict` below could not tell.
     if report["missing_keys"]:
         raise RuntimeError(f"The checkpoint {folder} lacks {sorted(report['missing_keys'])}: it cannot be resumed.")
+    # A copy into the parameters that are there: the optimizer may hold them already.
     model.load_state_dict(stored.state_dict())
 
 
@@ -45,11 +49,13 @@ def restore_default_adapter(model: Any, folder: str) -> None:
         model: The `PeftModel`, after the Trainer's method.
         folder: The training checkpoint.
     """
+    # One adapter has no sub-folders, so the Trainer has loaded it.
     if len(model.peft_config) == 1 or _DEFAULT_ADAPTER not in model.peft_config:
         return
 
     active = model.active_adapter
     model.load_adapter(folder, _DEFAULT_ADAPTER, is_trainable=active == _DEFAULT_ADAPTER)
+    # The loaded one is trained only if it was active before. "ref" must stay frozen.
     model.set_adapter(active)
 
 

@@ -62,11 +62,14 @@ def in_order(batch: Mapping[str, Any], order_of: Callable[[int], Tensor]) -> dic
     Raises:
         ValueError: if the values have different numbers of rows.
     """
+    # Also lists (images), which TRL splits into micro-batches beside the tensors: their entries must move with the
+    # rows.
     rows = {name: value for name, value in batch.items() if _has_rows(value)}
     numbers = {len(value) for value in rows.values()}
     if len(numbers) != 1:
         raise ValueError(f"A rollout batch must have one number of rows, got {sorted(numbers)} in {sorted(rows)}.")
 
+    # One order for all values, or an advantage would meet another row's tokens.
     order = order_of(numbers.pop())
     ordered = dict(batch)
     for name, value in rows.items():
@@ -106,6 +109,8 @@ def home_of_rewards(trainer_class: type) -> str | None:
     Args:
         trainer_class: A subclass of a trainer of TRL with rewards.
     """
+    # The class that defines the method, not the one that inherits it: `gather` is replaced where the method looks it
+    # up.
     for ancestor in trainer_class.__mro__:
         if ancestor.__module__.startswith("trl.") and "_calculate_rewards" in vars(ancestor):
             is_known = ancestor.__name__ in ("GRPOTrainer", "RLOOTrainer")

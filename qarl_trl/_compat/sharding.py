@@ -21,11 +21,13 @@ def fsdp_settings(args: Any) -> dict[str, Any] | None:
         `fsdp_version`, `cpu_offload` and others, from `args.fsdp` or from `accelerate launch`, which sets environment
         variables (`accelerate.utils.launch`, 1.15); `None` without FSDP.
     """
+    # With these the Trainer gives accelerate a plugin, and accelerate makes none from the environment.
     if args.fsdp_plugin_args is not None:
         return args.fsdp_plugin_args
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return None
 
+    # `accelerate launch` passes all of its options as text.
     version = int(os.environ.get("FSDP_VERSION", "1"))
     offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "").lower() == "true"
     return {"fsdp_version": version, "cpu_offload": offload}
@@ -60,9 +62,11 @@ def fit_to_zero3(model: PreTrainedModel) -> None:
     """
     import deepspeed
 
+    # "External" are parameters that another module's forward reads: ZeRO-3 then gathers them for that forward, too.
     for param in model.get_output_embeddings().parameters():
         deepspeed.zero.register_external_parameter(model, param)
     deepspeed.utils.set_z3_leaf_modules(model, list(model._no_split_modules or ()))
+    # So that an input of the first layer needs a gradient, also when embeddings are frozen (LoRA).
     model.enable_input_require_grads()
 
 
@@ -91,6 +95,7 @@ def _keep_float32_under_fsdp2(accelerator: Any) -> None:
         return
 
     policy: Any = plugin.mixed_precision_policy
+    # FSDP1's policy has no such field. `param_dtype` stays: parameters are gathered in 16 bits.
     if getattr(policy, "output_dtype", None) in (torch.bfloat16, torch.float16):
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
@@ -101,6 +106,7 @@ def _keep_float32_under_zero3(config: dict[str, Any]) -> None:
 
     By default DeepSpeed (0.19.8) does both in the dtype of the forward.
     """
+    # One key for what is sent, one for what is summed over micro-batches: either alone would round.
     if not config.get("communication_data_type"):
         config["communication_data_type"] = "fp32"
 
@@ -123,5 +129,6 @@ def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
         args: The settings of the run.
     """
     chosen = args.accelerator_config.gradient_accumulation_kwargs or {}
+    # Reduced gradients are sharded at once. It costs one reduction more for each further micro-batch.
     if accelerator.is_fsdp2 and "sync_each_batch" not in chosen:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True

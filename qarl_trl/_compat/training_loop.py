@@ -21,6 +21,7 @@ def add_first_callback(trainer: Trainer, callback: TrainerCallback) -> None:
         trainer: The trainer.
         callback: The callback.
     """
+    # By the list: `CallbackHandler.add_callback` would append it, as the Trainer's method does.
     trainer.callback_handler.callbacks.insert(0, callback)
 
 

@@ -35,6 +35,7 @@ def requirements() -> dict[str, Requirement]:
     tested = {}
     for text in importlib.metadata.requires("qarl_trl") or ():
         requirement = Requirement(text)
+        # An extra is a marker here: `extra == "quality"` stands for linters, whose versions change nothing in a run.
         if "quality" not in str(requirement.marker):
             tested[requirement.name] = requirement
     return tested

@@ -40,6 +40,7 @@ def apply_settings(settings: list[dict[str, Any]], optimizer: Any, schedule: Any
         return
 
     for group, of_run in zip(optimizer.param_groups, settings, strict=True):
+        # Their `lr` is the rate of the first step. The loop below computes that of the checkpoint's step.
         group.update(of_run)
 
     # As `LambdaLR.step` computes them, by the run's function and not the checkpoint's.

@@ -59,6 +59,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ask for a checkpoint if any process got a signal."""
+        # Asked after every step by all processes: only some of them may have got the signal.
         if self._agree(self.received):
             control.should_save = True
 

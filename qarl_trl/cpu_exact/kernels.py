@@ -87,6 +87,7 @@ def attention(
 
     # The kernel reads keys and values from a cache in blocks.
     storage = torch.bfloat16 if cache_dtype is None else torch.uint8
+    # As in vLLM's cache, the keys and the values of a block lie side by side.
     cache = query.new_zeros(layout.num_blocks, kv_heads, 2 * _BLOCK, head_dim, dtype=storage)
     key_cache, value_cache = cache.chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, layout.slots, isa, **cache_argument)

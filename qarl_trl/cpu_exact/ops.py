@@ -273,6 +273,7 @@ class _EngineAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # A backward runs without gradients, and autocast would make the products bfloat16.
         with torch.enable_grad(), torch.autocast(grad.device.type, enabled=False):
             query, key, value = (tensor.float().requires_grad_() for tensor in ctx.saved_tensors)
             output = _exact_attention(query, key, value, ctx.lengths, ctx.scale)

@@ -12,6 +12,8 @@ from ..quant.names import base_model
 
 # Packages that decide what a run computes.
 PACKAGES = ("qarl_trl", "trl", "transformers", "torch")
+# Tags of a trainer that do not say what it does.
+_TAGS_OF_LIBRARIES = ("trl", "qarl")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -42,9 +44,9 @@ def training_facts(trainer: Any) -> dict[str, Any]:
 
     Returns:
         Those of [`base_facts`], and `rewards` (empty without rewards), `objective`, `trainer` (TRL's name of it),
-        `samples` (whether the run had an engine), `aligned` (whether the learner ran on low-bit weights), `steps`,
-        `code` (versions), `cites_qarl`, `citation` (BibTeX of the paper of TRL's trainer, if it has one), and
-        `teacher` (of a distillation).
+        `methods` (tags of what the trainer does), `samples` (whether the run had an engine), `aligned` (whether the
+        learner ran on low-bit weights), `steps`, `code` (versions), `cites_qarl`, `citation` (BibTeX of the paper of
+        TRL's trainer, if it has one), and `teacher` (of a distillation).
     """
     args = trainer.args
     # TRL's own trainers on low-bit weights have papers of their own.
@@ -56,6 +58,7 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         "rewards": getattr(trainer, "reward_func_names", []),
         "objective": _objective(loss_type, trainer._name),
         "trainer": trainer._name,
+        "methods": [tag for tag in trainer._tag_names if tag not in _TAGS_OF_LIBRARIES],
         "samples": args.has_engine,
         "aligned": args.quantize_learner,
         "steps": trainer.state.global_step,

@@ -107,6 +107,7 @@ def model_tensors(config: PretrainedConfig, layouts: Layouts) -> dict[str, Tenso
 
         # transformers stacks all experts of a layer; a checkpoint has a linear layer for each expert and projection.
         if owner in experts:
+            # As in `quant/match.py`: a pattern for the module or its class means all of its experts.
             ignored = match_targets(rename(owner), module, layouts.config.ignore or [])
             for layer, matrix in _expert_layers(owner, module, local, tensor):
                 # The module itself is no linear layer, and targets may be names of classes.

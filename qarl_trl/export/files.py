@@ -228,6 +228,7 @@ def _sample(file: Path) -> bytes:
     # Mapped, so that only the pages with samples are read.
     data = np.memmap(file, mode="r")
     step = max(_SAMPLE_BYTES, len(data) // _SAMPLES)
+    # Whole steps: what is left over is shorter than one.
     steps = len(data) // step
     return data[: steps * step].reshape(steps, step)[:, :_SAMPLE_BYTES].tobytes()
 

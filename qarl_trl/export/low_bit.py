@@ -87,6 +87,7 @@ def _ignored(model: nn.Module) -> list[str]:
     for name, module in checkpoint_modules(model):
         if name in experts and not isinstance(module, QuantExperts):
             names += _ignored_experts(name, module)
+        # Before the question for linear layers, which most of these are, too.
         elif isinstance(module, LowBitLayer):
             continue
         elif isinstance(module, nn.Linear) or _ROUTER_CLASS.search(type(module).__name__):
@@ -236,7 +237,9 @@ def check_adapter_target(path: str | os.PathLike) -> None:
 def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any], folder: Path) -> None:
     """Write what belongs beside the weights: configs and tokenizer."""
     config = copy.deepcopy(model.config)
+    # Of the tensors that lie beside it, whatever dtype the master weights have.
     config.dtype = torch.bfloat16
+    # transformers' `save_pretrained` of a model would write the class; that of a config does not know it.
     config.architectures = [type(model).__name__]
     config.quantization_config = quant_config
     config.save_pretrained(folder)

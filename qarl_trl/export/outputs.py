@@ -42,6 +42,7 @@ def outputs_of(args: Any, is_adapter: bool, in_checkpoint: bool) -> Outputs:
 
     low_bit = None
     trains_low_bit_model = args.quantized and not args.frozen
+    # In a checkpoint it is a choice. Elsewhere it is what the run was for.
     if trains_low_bit_model and (args.export_low_bit or not in_checkpoint):
         low_bit = LOW_BIT_FOLDER if shares_folder else ""
 

@@ -137,10 +137,12 @@ def packed_attention(
     Raises:
         LostSequences: if the mask is one for packed rows and there are no lengths.
     """
+    # Before the rows are split: also in its prefill the engine reads keys and values from its cache.
     if cache_dtype is not None:
         key = from_cache(key, cache_dtype)
         value = from_cache(value, cache_dtype)
 
+    # Stock sdpa cannot apply a mask without elements. `None` means causal to it.
     is_packed_mask = attention_mask is not None and attention_mask.numel() == 0
     mask = None if is_packed_mask else attention_mask
 
@@ -162,6 +164,7 @@ def _attend_within_each(
     **kwargs: Any,
 ) -> Tensor:
     """Stock sdpa on each sequence, by the kernel of a training pass; the outputs one after the other."""
+    # One level of recursion: with gradients on, the call below takes the other path.
     if not torch.is_grad_enabled():
         query, key, value = (_as_in_training(tensor) for tensor in (query, key, value))
         with torch.enable_grad():

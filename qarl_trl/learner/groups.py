@@ -25,6 +25,7 @@ def count_tokens(micro_batches: Sequence[dict[str, Any]]) -> Tensor:
     Args:
         micro_batches: TRL's, with `prompt_mask` and `completion_mask` `(rows, columns)`.
     """
+    # Not `numel`: padding takes no room in a pass.
     counts = [micro_batch["prompt_mask"].sum() + micro_batch["completion_mask"].sum() for micro_batch in micro_batches]
     return torch.stack(counts)
 
@@ -68,6 +69,7 @@ class MicroBatchGroups:
             rollout_batch: Its micro-batches.
             updates: For each of them the number of its update.
         """
+        # TRL keeps one list of micro-batches for all steps of a rollout batch, also over `num_iterations`.
         if rollout_batch is self._rollout_batch:
             return
 

@@ -113,6 +113,7 @@ class PackedPasses:
         with_balance_loss: bool,
     ) -> Scores:
         """Run the rows of the micro-batches in packed passes, and put the results at their places in the batch."""
+        # Padding may stand on both sides, so lengths are counts, not positions.
         lengths = attention_mask.sum(1)
         if updates is not None:
             micro_batches = self._merged(lengths, micro_batches, updates)
@@ -124,6 +125,7 @@ class PackedPasses:
         options = {"output_router_logits": True} if with_balance_loss else {}
         outputs = [self._forward(model, packed_row, **options) for packed_row in packed_rows]
 
+        # Passes take rows in another order than the batch, so each value goes back by its row and column.
         def padded(values: list[Tensor]) -> Tensor:
             return unpack(values, packed_rows, len(input_ids), logits_to_keep)
 
@@ -151,6 +153,7 @@ class PackedPasses:
         Returns:
             The number of micro-batches in each group of consecutive ones.
         """
+        # `(processes, M)`. Decided from the numbers of all processes, so each of them makes as many passes.
         by_process = self.gather(tokens).view(-1, len(tokens))
         return merge_micro_batches(by_process.T.tolist(), updates, self.budget)
 

@@ -55,6 +55,8 @@ def pack(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, rows: S
     real = attention_mask[chosen].bool()
 
     # Of each real token: its row among the chosen ones, its column, and its position in its sequence.
+    # `nonzero` goes row by row, so the tokens of a sequence follow each other, and sequences stand in the order of
+    # `rows`.
     chosen_row, column = real.nonzero(as_tuple=True)
     position = (real.cumsum(1) - 1)[chosen_row, column]
     row = chosen[chosen_row]
@@ -65,6 +67,7 @@ def pack(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, rows: S
     wanted = (column >= first_kept) & (position > 0)
     scored = wanted.nonzero().squeeze(1)
 
+    # A row of padding alone has no token here, and attention must not see an empty sequence.
     lengths = tuple(length for length in real.sum(1).tolist() if length > 0)
     return PackedRow(
         input_ids=ids[None],
@@ -90,10 +93,12 @@ def unpack(values: Sequence[Tensor], packed: Sequence[PackedRow], rows: int, log
     Returns:
         `(B, logits_to_keep)`, 0 where there is no value.
     """
+    # The head returns nothing for the first token of a packed row, so token t is at t - 1.
     scored_values = [value[0, row.scored - 1] for value, row in zip(values, packed, strict=True)]
     row = torch.cat([packed_row.row for packed_row in packed])
     column = torch.cat([packed_row.column for packed_row in packed])
 
+    # Not in place: gradients must flow back into each pass.
     padded = values[0].new_zeros(rows, logits_to_keep)
     return padded.index_put((row, column), torch.cat(scored_values))
 
@@ -110,6 +115,7 @@ def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[lis
     Returns:
         The rows of each pass, ascending; no pass is empty.
     """
+    # Ties stay in the order of rows (the sort is stable), so a pass for `old` and one for the loss have them alike.
     longest_first = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     chosen: list[list[int]] = []
     tokens: list[int] = []
@@ -121,6 +127,7 @@ def split_rows(lengths: Sequence[int], budget: int, passes: int = 1) -> list[lis
                 tokens[index] += lengths[row]
                 break
         else:
+            # No `break`: no pass has room.
             chosen.append([row])
             tokens.append(lengths[row])
 
@@ -139,6 +146,7 @@ def _halve_the_largest(chosen: list[list[int]], lengths: Sequence[int]) -> None:
     largest = max(divisible, key=tokens)
 
     half = len(largest) // 2
+    # The shorter rows: they were appended last.
     moved = largest[-half:]
     del largest[-half:]
     chosen.append(moved)
@@ -161,6 +169,7 @@ def merge_micro_batches(tokens: Sequence[Sequence[int]], updates: Sequence[int],
     update_of_group = None
 
     for counts, update in zip(tokens, updates, strict=True):
+        # Per process: a group must fit into the pass of each of them. `used` is empty before the first group.
         together = [before + count for before, count in zip(used, counts, strict=False)]
         if sizes and update == update_of_group and max(together) <= budget:
             sizes[-1] += 1
@@ -174,5 +183,6 @@ def merge_micro_batches(tokens: Sequence[Sequence[int]], updates: Sequence[int],
 
 def row_order(rows: int, *seed: int) -> Tensor:
     """A permutation, int64 `(rows,)`, that depends only on `seed`."""
+    # Neither torch's nor Python's global numbers: drawing from those would change what TRL samples afterwards.
     generator = random.Random(repr(seed))
     return torch.tensor(generator.sample(range(rows), rows))

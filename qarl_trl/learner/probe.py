@@ -102,13 +102,16 @@ def crossing(model: nn.Module, score: Callable[[Tensor, int], Tensor], config: P
     first, other, last = _random_sequences(config)
     keep = LENGTH - 1
 
+    # Dropout would change log-probs by itself.
     with torch.no_grad(), _evaluation_mode(model):
+        # `last` stands second in the row, behind a neighbour; `[1]` are its log-probs.
         beside_first = score(torch.cat((first, last)), keep)[1]
         beside_other = score(torch.cat((other, last)), keep)[1]
         alone = score(last, keep)[0]
         # One sequence of twice the length: the log-probs of `last` when it does see `first`.
         after_first = score(torch.cat((first, last), dim=1), keep)[0]
 
+    # Relative to what seeing a neighbour does, so that it fits any model, dtype and size of log-probs.
     tolerance = NOISE * _mean_change(after_first, alone)
 
     # Of a dense model the two are the same operations on the same numbers.

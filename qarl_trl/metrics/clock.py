@@ -58,12 +58,14 @@ class WeightFlips:
 
     def _sample(self, weight: LowBitWeight) -> Tensor:
         stored = weight.quantized.reshape(-1).view(torch.uint8)
+        # Even: `ceil` keeps the sample within the limit, and all of the weight is covered.
         stride = max(1, math.ceil(len(stored) / self._most))
         return stored[::stride].clone()
 
 
 def _differences(weight: LowBitWeight, last: Tensor, sample: Tensor) -> list[Tensor]:
     """Tensors with an entry for each quantized value of two samples, not 0 where it changed."""
+    # A byte may hold two 4-bit values, so changed bits are looked at by half bytes.
     differing = last ^ sample
     holds_pairs = "weight_packed" in weight.data and weight.scheme.weights.num_bits == 4
     if holds_pairs:
@@ -112,4 +114,5 @@ class StepClock(TrainerCallback):
                 self._log(name, share)
         self._log("time/rollout", rollout)
         self._log("time/sync", sync)
+        # What is left: forward, backward, optimizer, and also rewards and other callbacks.
         self._log("time/update", total - rollout - sync)

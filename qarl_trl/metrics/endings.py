@@ -42,6 +42,7 @@ class Endings:
         # The engine looks at the text after each token, so the string ends within the last one.
         text = self._decode(token_ids)
         before = len(self._decode(token_ids[:-1]))
+        # A stop string may begin up to `len(string) - 1` characters before the last token.
         return any(string in text[max(0, before - len(string) + 1) :] for string in self.strings)
 
 

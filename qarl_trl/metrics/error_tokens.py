@@ -52,10 +52,12 @@ def _copies(ids: Tensor) -> Tensor:
 
     # So the distance of an n-gram from the first one that equals it is the number of earlier ones.
     place = torch.arange(ngrams.shape[1], device=ids.device).expand_as(ngrams)
+    # The first n-gram of a row has none before it.
     is_first = pad(ngrams[:, 1:] != ngrams[:, :-1], (1, 0), value=True)
     place_of_first = torch.where(is_first, place, 0).cummax(1).values
     earlier = place - place_of_first
 
+    # `order` has the first tokens of n-grams. The first `NGRAM - 1` tokens of a row end no n-gram, and stay False.
     last_token = order + NGRAM - 1
     return torch.zeros_like(ids, dtype=torch.bool).scatter(1, last_token, earlier >= COPIES)
 
@@ -90,6 +92,7 @@ def _in_any_window(windows: Tensor, length: int) -> Tensor:
     first_window = (token - WINDOW + 1).clamp(min=0)
     last_window = token.clamp(max=length - WINDOW)
 
+    # A window covers a token if it starts at one of the `WINDOW` places up to it, as far as these exist.
     before = _number_before(windows)
     return before[:, last_window + 1] > before[:, first_window]
 
@@ -113,5 +116,6 @@ def written_tokens(batch: dict[str, Any], pad_token_id: int) -> Tensor:
     surely_written = batch["completion_mask"].bool() | (batch["completion_ids"] != pad_token_id)
 
     # All tokens up to the last one of these.
+    # Backwards, a running maximum turns on at the last written token, and stays on to the first.
     from_the_end = surely_written.flip(1).long().cummax(1).values
     return from_the_end.flip(1).bool()

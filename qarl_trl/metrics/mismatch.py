@@ -51,6 +51,7 @@ def mismatch_metrics(
     weight = gathered["weight"]
     at_cap = (weight >= cap * (1 - CAP_TOLERANCE)) | (weight <= (1 + CAP_TOLERANCE) / cap)
 
+    # Over tokens, not over completions: long answers count more.
     metrics = {
         "logp_diff_mean": gathered["absolute"].sum() / total,
         "kl_k3": gathered["k3"].sum() / total,
@@ -67,6 +68,7 @@ def mismatch_metrics(
 def _completion_columns(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap: float) -> dict[str, Tensor]:
     """Numbers `(B,)` that the metrics need of each completion."""
     scored = mask.bool() & ~sampling_logps.isnan()
+    # `where` also drops the NaN of tokens that the engine did not score, which a product with a mask would keep.
     difference = torch.where(scored, old_logps.float() - sampling_logps.float(), 0.0)
 
     return {
@@ -108,6 +110,7 @@ def check_mismatch(logp_diff: float, unscored: float, threshold: float | None) -
             "and lower the learning rate if the run was healthy before."
         )
 
+    # After the check for NaN, because no comparison with one is true.
     if threshold is not None and logp_diff > threshold:
         raise RuntimeError(
             f"The mean log-prob mismatch between engine and learner is {logp_diff:.4f} nats per token, above "

@@ -117,6 +117,7 @@ def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> d
 
     metrics = {"ratio/min": ratio.min(), "ratio/max": ratio.max()}
     for bound, completions in beyond.items():
+        # A share of all completions of all processes, so that TRL's mean over micro-batches is the share of the whole.
         metrics[f"ratio/{prefix}{bound}_frac"] = completions.double().mean()
 
     # What has no value is left out, or it would count in TRL's mean over micro-batches.

@@ -113,6 +113,7 @@ def remove_quantization(model: nn.Module) -> nn.Module:
 
 def _low_bit_class(module: nn.Module, frozen: bool) -> type[LowBitLayer]:
     """The class that a matched module gets."""
+    # First: a frozen layer is made while the model loads, before it can have an adapter.
     if frozen:
         from .layers.frozen import FrozenLinear  # imports peft
 

@@ -60,6 +60,7 @@ def decode_int4(
     if not _can_run(words):
         return plain(words, scale, zero_point, scheme, dtype)
 
+    # Not by shape: rounding depends on the scheme and the dtypes alone.
     case = (words.device, quantized_key(scheme.weights), scale.dtype, dtype)
     if case not in _CHOSEN:
         _CHOSEN[case] = _gives_the_bytes(plain, words, scale, zero_point, scheme, dtype)
@@ -96,9 +97,11 @@ def launch_decode_int4(words: Tensor, scale: Tensor, zero_point: Tensor | None, 
     groups_of_row = scale.shape[1]
     matrix = torch.empty((rows, 8 * words_of_row), dtype=dtype, device=words.device)
 
+    # Words of a program, which writes eight values for each.
     block = 512
     number = words.numel()
     _kernel()[((number + block - 1) // block,)](
+        # The kernel computes addresses from shapes, without strides.
         words.contiguous(),
         scale.contiguous(),
         zero_point if zero_point is None else zero_point.contiguous(),

@@ -69,6 +69,7 @@ class KeptWeights:
             make: Makes the weight.
         """
         of_layer = self._by_layer.setdefault(layer, {})
+        # Taken out first, so that an error in `make` leaves no old weight to be used.
         kept = of_layer.pop(name, None)
         if kept is None or kept.state != state or state.changes == UNKNOWN:
             del kept  # frees the old values before new ones are made

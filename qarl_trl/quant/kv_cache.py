@@ -91,6 +91,8 @@ def register_with_cache(name: str, attention: Callable[..., Any], mask: Callable
         attention: Its function, which takes a keyword argument `cache_dtype`, one of `FORMATS`.
         mask: The function of its mask.
     """
+    # The cache is part of the name, because transformers passes an attention no further settings. The mask has the
+    # same name, by which transformers looks it up.
     for cache_dtype in FORMATS:
         AttentionInterface.register(with_cache(name, cache_dtype), partial(attention, cache_dtype=cache_dtype))
         AttentionMaskInterface.register(with_cache(name, cache_dtype), mask)

@@ -64,6 +64,7 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
 
     matched = []
     for name, module in modules:
+        # peft's layer stands for the one that it wraps: it has the checkpoint's name, the other has the weight.
         base = getattr(module, "base_layer", module)
         # Shapes by `shape_of`, because a parameter that ZeRO-3 holds is an empty vector.
         if not any(len(shape_of(param)) >= 2 for param in base.parameters(recurse=False)):
@@ -80,6 +81,7 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
 
     groups = list(plan.config_groups.values())
     used = [layer.scheme for layer in matched]
+    # By identity: two groups of a plan may have equal schemes.
     empty = [group.targets for group in groups if not any(group is scheme for scheme in used)]
     if empty or not groups:
         raise ValueError(
@@ -117,6 +119,7 @@ def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
     layout.
     """
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    # In this order, on which `layer_names` and the stream rely.
     if not has_known_layout(module) or parameters != [*PROJECTIONS]:
         raise ValueError(
             f"The experts {name!r} ({type(module).__name__}) must have "
@@ -198,6 +201,7 @@ def _fitting_groups(layers: list[Matched], scheme: QuantizationScheme) -> list[i
         if layer.scheme is scheme:
             inputs += [shape_of(getattr(layer.base, parameter))[-1] for parameter in layer.weights]
 
+    # What divides the greatest common divisor divides the inputs of each layer.
     common = math.gcd(*inputs)
     return [size for size in support_of(scheme).group_sizes if size > 0 and common % size == 0]
 
@@ -237,8 +241,10 @@ def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme, laye
 
     Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
     """
+    # A block has several rows, a group has one. A scale per channel fits every size.
     height, width = scheme.weights.block_structure or (1, effective_group_size(scheme) or 1)
     *stack, columns = shape_of(weight)
+    # Of one linear layer: a parameter of experts stacks `len(names)` of them.
     rows = math.prod(stack) // len(names)
     if rows % height or columns % width:
         raise ValueError(

@@ -42,6 +42,7 @@ def _plan_of(content: dict[str, Any]) -> QuantizationConfig:
     """The plan of a recipe's content."""
     modifiers = _modifiers_of(content)
     names = [name for name, _ in modifiers]
+    # A second modifier (GPTQ, SmoothQuant) would change weights before this one rounds them.
     if names != ["QuantizationModifier"]:
         raise ValueError(
             "it must be <name>_stage: <name>_modifiers: QuantizationModifier: fields, and nothing else can run in "
@@ -80,6 +81,7 @@ def _groups_of(fields: dict[str, Any]) -> dict[str, Any]:
     has_groups = "config_groups" in fields
     if has_scheme == has_groups:
         raise ValueError("QuantizationModifier needs either `scheme` or `config_groups`.")
+    # These name their targets themselves.
     if has_groups:
         return fields["config_groups"]
 

@@ -124,10 +124,12 @@ def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
     if not isinstance(model, PreTrainedModel):
         return str  # the name itself
 
+    # `from_pretrained` leaves there what it applied.
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         # `save_pretrained` does the same for a model that was not loaded from a file.
         conversions = get_model_conversion_mapping(model, add_legacy=False)
+        # A change of prefix is of a checkpoint's file, and a model that was built from scratch has none.
         conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
     # The way back from the names in the model: each step reversed, the last one first.

@@ -118,6 +118,7 @@ class LowBitWeight:
 
         stacks: list[dict[str, Tensor]] = [{} for _ in range(projections)]
         for name, tensor in self.data.items():
+            # Rows go expert by expert, and within one projection by projection: a part is `(experts, rows, ...)`.
             parts = tensor.unflatten(0, (experts, projections, -1)).unbind(1)
             for stack, part in zip(stacks, parts, strict=True):
                 stack[name] = part
@@ -125,6 +126,7 @@ class LowBitWeight:
         if self.scheme.format == "pack-quantized":
             shape = torch.tensor((rows, columns))
             for stack in stacks:
+                # Of one expert's matrix, as a checkpoint has it for each.
                 stack["weight_shape"] = shape.expand(experts, 2)
         return [dict(sorted(stack.items())) for stack in stacks]
 
@@ -155,6 +157,7 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     """
     if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
         raise ValueError(f"The weight must be a matrix (out, in), in: a multiple of 8, got {tuple(weight.shape)}.")
+    # Checks of plans and checkpoints run on models without memory.
     if weight.is_meta:
         return _without_values(weight, scheme)
 
@@ -198,6 +201,7 @@ def _quantize_nvfp4(
     magnitude = largest_here.reshape(1)
     _check_finite(magnitude, weight)
 
+    # Symmetric, so the range is known from the magnitude alone.
     global_scale = generate_gparam(-magnitude, magnitude)
     scale, _ = reference.qparams_of(low, high, scheme, global_scale)
     # compressed-tensors divides by a float32 scale. Its zero point of 0 makes -0.0 a 0.0.

@@ -50,6 +50,7 @@ def extremes(weight: Tensor, scheme: QuantizationScheme) -> tuple[Tensor, Tensor
         high = absmax(tiles).amax(1)
         return -high, high
 
+    # The range contains zero, as in compressed-tensors, so that zero is a quantized value.
     # On a CPU both together are faster than `aminmax`. Adding zero makes -0.0 a 0.0.
     low = tiles.amin((1, 3)).clamp_(max=0).add_(0.0)
     high = tiles.amax((1, 3)).clamp_(min=0).add_(0.0)
@@ -95,6 +96,7 @@ def encode(weight: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Qua
     quotient = in_units_of_scale(tiles, per_tile(scale), tile_zero_point).reshape(weight.shape)
 
     if scheme.weights.type == QuantizationType.FLOAT:
+        # The cast to float8 rounds by itself.
         return fp8_quantized(quotient)
 
     packs = scheme.format == "pack-quantized"
@@ -150,6 +152,7 @@ def _decode_fp4(packed: Tensor, scale: Tensor, scheme: QuantizationScheme, globa
     rows, octets = packed.shape
     values = unpack_fp4_from_uint8(packed, rows, 2 * octets, torch.float32)
 
+    # Float32 throughout, as compressed-tensors decompresses: both scales and their quotient would round in bfloat16.
     product = as_tiles(values, scheme) * per_tile(scale.float() / global_scale)
     return product.reshape(values.shape).to(torch.bfloat16)
 
@@ -173,6 +176,7 @@ def as_tiles(matrix: Tensor, scheme: QuantizationScheme) -> Tensor:
     else:
         height = 1
         width = effective_group_size(scheme) or matrix.shape[1]
+    # Columns first: the number of dimension 1 would change if rows were unflattened before.
     return matrix.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
@@ -218,7 +222,7 @@ def int_quantized(quotient: Tensor, num_bits: int) -> Tensor:
 
 def pack_int8(quantized: Tensor) -> Tensor:
     """Pack int8 `(out, in)` four to a word, the first in the lowest bits, each plus 128: int32 `(out, in / 4)`."""
-    # Adding 128 flips the highest bit.
+    # Adding 128 flips the highest bit. Four bytes in memory are a word on a little-endian machine.
     return (quantized.view(torch.uint8) ^ 0x80).view(torch.int32)
 
 
@@ -233,6 +237,7 @@ def pack_int4(quotient: Tensor) -> Tensor:
         Int32 `(out, in / 8)`.
     """
     shifted = quotient.add_(_INT4_BIAS).clamp_(_INT4_BIAS - 8, _INT4_BIAS + 7)
+    # Two bfloat16 numbers side by side, read as one int32, the first in the low half.
     pairs = shifted.view(torch.int32)
 
     # Each half holds 0x4300 + value + 8. Shifted by 12, the upper value lands in bits 4 to 7 above a 4 of the
@@ -272,6 +277,7 @@ def unpack_zero_points(words: Tensor, rows: int) -> Tensor:
     Returns:
         Int8 `(rows, groups)`.
     """
+    # The shifts of the eight values of a word, `(8, 1)`, against words `(words, 1, groups)`.
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device).unsqueeze(-1)
     values = (words.unsqueeze(1) >> shifts & 0xF) - 8
     return values.to(torch.int8).flatten(0, 1)[:rows]

@@ -118,6 +118,7 @@ def _rounds_to_nearest(weights: QuantizationArgs | None) -> bool:
     if weights is None or weights.actorder is not None:
         return False
     # llm-compressor's other observers, such as "mse", choose other scales.
+    # All of llm-compressor's "minmax" observers see the same range of a weight, which they see once.
     observer = weights.observer or MINMAX
     return observer.endswith("minmax")
 
@@ -264,6 +265,7 @@ def scheme_for(name: str, module: nn.Module, plan: QuantizationConfig) -> Quanti
     if match_targets(name, module, plan.ignore or []):
         return None
 
+    # As in compressed-tensors: of a target in two groups the later one counts.
     schemes = {}
     for group in plan.config_groups.values():
         for target in group.targets:

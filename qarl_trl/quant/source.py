@@ -96,6 +96,7 @@ class QuantizedSource:
         files: dict[str, Any] = {}
         for path in self._paths():
             try:
+                # Reads the header alone; values are read one tensor at a time.
                 file = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise self.broken(f"{path.name} cannot be read ({error})") from error
@@ -205,6 +206,7 @@ class QuantizedSource:
         """The tensors of a layer as compressed-tensors decompresses them, among them `weight`."""
         scheme = self.layers[layer]
         compressor = compressor_of(scheme)
+        # By the compressor's own list of names, without a bias.
         stored = {local: self._read(f"{layer}.{local}") for local in compressor.compression_param_names(scheme)}
 
         if "weight_shape" in stored:
@@ -245,6 +247,7 @@ def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs
     Raises:
         ValueError: if it is quantized by another method, or has a transform_config.
     """
+    # The plan stands in for a missing `quantization_config`, so that an unquantized checkpoint can be frozen, too.
     quantization = getattr(AutoConfig.from_pretrained(name, **kwargs), "quantization_config", plan)
     if quantization is None:
         return None
@@ -262,6 +265,7 @@ def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs
     subfolder = kwargs.get("subfolder") or ""
     if not folder.is_dir():
         hub_arguments = {key: value for key, value in kwargs.items() if key in _HUB_ARGUMENTS}
+        # No code, and no second copy of the weights in another format.
         patterns = [str(Path(subfolder, kind)) for kind in ("*.safetensors", "*.json")]
         folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_arguments))
     return QuantizedSource(name, folder / subfolder, QuantizationConfig.model_validate(quantization))

@@ -96,6 +96,7 @@ class LowBitStore:
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer  # the wrapper calls it, and has no hooks of its own
+        # After a step: low-bit weights that are made within one would have half of the old weights.
         optimizer.register_step_post_hook(lambda *_: self.weights_changed())
         self.will_be_told()
 
@@ -233,6 +234,7 @@ class LowBitStore:
         """How often one of these parameters may have changed."""
         if not any(param.requires_grad for param in parameters):
             return NOT_TRAINED
+        # Without a promise a trained weight counts as changed each time.
         return self._changes if self._is_told else UNKNOWN
 
     def _quantize(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> LowBitWeight:

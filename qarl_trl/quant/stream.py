@@ -49,6 +49,7 @@ def checkpoint_stream(
     sent: set[int] = set()
 
     for module_name, module in model.named_modules():
+        # Whole modules first: their parameters must not come again, in high precision, in the loop below.
         if isinstance(module, LowBitLayer) and weight_of is not None:
             # With an adapter some of them belong to modules inside this one, which the loop reaches later.
             sent.update(map(id, _all_sources(module)))
@@ -168,6 +169,7 @@ def _low_bit_expert_tensors(
     layers = layer_names(names.experts[id(module)], module, parameter_name)
     rows, _ = low_bit.shape
 
+    # In the order of the rows, which is that of `layer_names`.
     parts = low_bit.split(rows // len(layers))
     for layer, part in zip(layers, parts, strict=True):
         for local, tensor in part.tensors.items():
@@ -180,12 +182,14 @@ def _plain_expert_tensors(module: nn.Module, names: _Names, gather: Gather) -> I
         with gather([parameter]):
             if names.stacked:
                 projections = PROJECTIONS[parameter_name]
+                # `(experts, projections * rows, in)`: gate and up follow each other within an expert.
                 stacks = whole(parameter.detach()).chunk(len(projections), dim=1)
                 for projection, stack in zip(projections, stacks, strict=True):
                     yield names.of_stack(module, projection, "weight"), _bfloat16_copy(stack)
                 continue
 
             layers = layer_names(names.experts[id(module)], module, parameter_name)
+            # All experts' rows one after the other, cut in the order of `layer_names`.
             matrices = whole(parameter.detach()).flatten(0, 1).chunk(len(layers))
             for layer, matrix in zip(layers, matrices, strict=True):
                 yield names.saved(f"{layer}.weight"), _bfloat16_copy(matrix)

@@ -23,6 +23,7 @@ def gpu_generation(capability: tuple[int, int]) -> str | None:
     Args:
         capability: CUDA compute capability, such as `(9, 0)`.
     """
+    # The table ascends, and the first generation that a GPU reaches is its own.
     newest_first = reversed(GPU_GENERATIONS.items())
     for generation, lowest in newest_first:
         if capability >= lowest:

@@ -44,6 +44,7 @@ class WeightStream:
             # Raised below, when the other processes need this one no longer.
             failure = error
 
+        # Costs nothing where all is read.
         for _ in self:
             pass
         if failure is not None:

@@ -103,6 +103,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
         # Last, because TRL's constructor calls `_init_vllm`.
         super().__init__(model, *args, **kwargs)
+        # After TRL's constructor, which puts the user's there.
         self.generation_kwargs = self._sampling_parameters(stop_token_ids)
 
     def _sampling_parameters(self, stop_token_ids: Sequence[int | None]) -> dict[str, Any]:
@@ -147,6 +148,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.accelerator.num_processes == 1:
             start.choose_master_port()
 
+        # What the run decides wins over what the user sets.
         with start.llm_arguments(self._look_before, **self.engine_kwargs | self._llm_arguments()):
             super()._init_vllm()
         linear_layer.use_settings_of(self.llm)
@@ -196,12 +198,15 @@ class LowBitVLLMGeneration(VLLMGeneration):
         check if it is due: here, because a `rollout_func` samples without `generate`.
         """
         began = time.perf_counter()
+        # As TRL's method does. The engine takes its memory from the device, so torch first gives back what its cache
+        # holds.
         if self.enable_sleep_mode:
             clear_device_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
 
         weights = WeightStream(self._iter_named_params())
+        # In this order: a process that failed reads the stream to its end before the others hear of it.
         with self._all_or_none("sync"), weights.read_to_the_end():
             self._send(iter(weights))
 

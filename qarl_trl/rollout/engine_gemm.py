@@ -44,6 +44,7 @@ class EngineGemm(Gemm):
         if kernel_adds_bias and bias is not None:
             kernel_bias = bias.to(torch.bfloat16)
 
+        # One cast for q, k and v, which get the same tensor.
         cast = memoize_last(Tensor.to, x, torch.bfloat16)
         # vLLM's layer takes tokens in one dimension.
         rows = cast.reshape(-1, x.shape[-1])

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .arguments import CommandParser
+
 
 # Modules of the method are imported in the functions: `--help` is instant.
 if TYPE_CHECKING:
@@ -104,12 +106,12 @@ def main(argv: Sequence[str]) -> None:
 
 def _export_parser() -> argparse.ArgumentParser:
     """The options of `qarl-trl export`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="qarl-trl export",
         description="Quantize a checkpoint, or a LoRA adapter merged into its base, by round-to-nearest, and write it "
         "for vLLM. If the run used the same scheme, the output has the tensors of training. An adapter that is merged "
         "into a frozen base becomes another policy; the command prints their distance.",
-        allow_abbrev=False,
+        example="qarl-trl export runs/sums runs/sums-w4a16",
     )
 
     parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
@@ -160,9 +162,9 @@ def _full_checkpoint(name: str) -> ExportSource:
         raise ValueError(f"{name} is quantized already. Give the checkpoint that holds the master weights.")
 
     def load() -> Any:
-        model, found = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
         # transformers makes up random weights for them, and only prints a table.
-        wrong = sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"])
+        wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
         if wrong:
             raise ValueError(
                 f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
@@ -250,6 +252,7 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
     # In training, adapters round as the engine's do.
     align_adapters(frozen)
 
+    # So that two exports of one adapter print the same distance.
     torch.manual_seed(0)
     (tokens,) = frozen.generate(
         torch.tensor([[first_token]]),
@@ -312,10 +315,10 @@ def push(argv: Sequence[str]) -> None:
 
 def _push_parser() -> argparse.ArgumentParser:
     """The options of `qarl-trl push`."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="qarl-trl push",
         description="Push a low-bit folder to the Hub, with its Hub id in the card there.",
-        allow_abbrev=False,
+        example="qarl-trl push runs/sums-w4a16 me/sums-w4a16",
     )
 
     parser.add_argument("folder", type=Path, help="folder, as `save_model` and `qarl-trl export` write it")

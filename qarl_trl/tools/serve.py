@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ..rollout.server.key import HOSTS, KEY, find_key, make_key
 from ..train import parse
+from .arguments import CommandParser
 
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     )
     url = urlsplit(args.vllm_server_base_url or "")
 
+    # The config is read at the recipe's revision. No weights load here, so the rest of the model's settings is left
+    # out.
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args, _adapter_of(args, model_args))
     settings["host"] = options.host
@@ -72,16 +75,19 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     # Only here, because a dry run must not print a key.
     sync_folder = str(args.sync_folder)
     os.environ[KEY] = find_key(sync_folder) or make_key(sync_folder)
+    # The server takes the place of this process, so that signals reach it.
     return partial(os.execv, command[0], command)
 
 
 def _parser() -> argparse.ArgumentParser:
     """The options of the command itself."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="qarl-trl serve",
         usage="qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]",
         description="Start vLLM's own server as the engine of a recipe's trainer (`vllm_mode: server`).",
-        allow_abbrev=False,
+        epilog="Its port is the recipe's vllm_server_port, or that of vllm_server_base_url (default: 8000). "
+        "--dry_run, which is a key of recipes, prints the server's command and starts nothing.",
+        example="qarl-trl serve --config recipe.yaml",
     )
     parser.add_argument("--config", required=True, help="the recipe of the run")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
@@ -167,6 +173,7 @@ def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> di
         "middleware": "qarl_trl.rollout.server.guard.Guard",
         "additional_config": {"sync_folder": str(sync_folder)} | ({"adapter": adapter} if adapter else {}),
     }
+    # The later wins: what makes engine and learner agree is not the user's to change.
     return from_trl | from_trainer | adapter | extensions
 
 

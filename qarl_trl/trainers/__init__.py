@@ -40,6 +40,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    # `hasattr` and `from ... import *` need this error, not a KeyError.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name], __name__), name)

@@ -88,6 +88,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
             teacher_model = teacher_of_own_start(model, args, peft_config)
             if isinstance(model, str):
                 args.teacher_model_init_kwargs = loading_of_own_start(args)
+        # No name and no second model: the base weights below the student's adapter teach.
         shares_base = teacher_model is None
 
         # For cards, and for a resumed run, which must have the same teacher.
@@ -112,6 +113,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
             peft_config=peft_config,
             tools=tools,
         )
+        # TRL takes `None` for a teacher that a subclass brings, and the student has its adapter only now.
         if shares_base:
             self.teacher_model = BaseOfAdapter(self.model)
 
@@ -138,6 +140,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         """
         if not self.args.quantized:
             return super()._compute_loss(*args)
+        # Around both models: the teacher, too, is called past its forward.
         with self.accelerator.autocast():
             return super()._compute_loss(*args)
 
@@ -146,6 +149,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's method, which samples completions and pads them; here also for answers that are there already."""
         if self.args.distill_on == "answers":
+            # Before TRL's method, which asks `_generate_single_turn` for tokens: that no longer sees the rows.
             self._answers = [self._answer_tokens(row["prompt"], row["completion"]) for row in inputs]
         return super()._generate_and_score_completions(inputs)
 
@@ -161,12 +165,14 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
             tokens = self._answer_tokens_of_chat(prompt, completion)
         else:
             tokens = self._tokenizer(completion, add_special_tokens=False)["input_ids"]
+            # As a base model ends a text. A chat template writes its own end token.
             tokens = [*tokens, self._tokenizer.eos_token_id]
 
         # A template may write a line break after the end token, which no model would sample.
         ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
         if ends:
             tokens = tokens[: ends[0] + 1]
+        # As long as sampled completions may be, for which the memory was planned.
         return tokens[: self.max_completion_length]
 
     def _answer_tokens_of_chat(self, prompt: list[dict[str, Any]], completion: Any) -> list[int]:
@@ -183,6 +189,8 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
             **self.chat_template_kwargs,
         )["input_ids"]
 
+        # For instance a template that opens the thoughts of an answer in the prompt, and leaves them out of a given
+        # answer.
         if of_both[: len(of_prompt)] != of_prompt or len(of_both) == len(of_prompt):
             raise ValueError(
                 "The chat template renders a prompt otherwise when an answer follows, so the tokens of the answer "

@@ -25,14 +25,18 @@ def build_engine(trainer: Any, args: Any, model: nn.Module, **engine_args: Any) 
         model: The policy, with low-bit layers.
         engine_args: TRL's other arguments for its `VLLMGeneration`.
     """
+    # What the user sets wins over what a model needs by default.
+    engine_kwargs = default_engine_kwargs(model) | args.engine_kwargs
+
     return LowBitVLLMGeneration(
         model,
         quantization_config=quantization_config(model),
-        engine_kwargs=default_engine_kwargs(model) | args.engine_kwargs,
+        engine_kwargs=engine_kwargs,
         frozen=args.frozen,
         sync_folder=args.sync_folder,
         sync_check=build_sync_check(trainer),
         seed=args.seed,
+        # For TRL an answer ends by these, and vLLM knows only the end tokens of the model's files.
         stop_token_ids=getattr(trainer, "eos_token_ids", ()),
         **engine_args,
     )
@@ -49,6 +53,7 @@ def build_sync_check(trainer: Any) -> SyncCheck | None:
     if args.verify_sync == "off":
         return None
 
+    # A processor of images has its tokenizer within.
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     text_config = trainer.model.config.get_text_config()
     # The engine's context, which has room for the prompt and one token.
@@ -62,6 +67,7 @@ def build_sync_check(trainer: Any) -> SyncCheck | None:
     cache_dtype = args.kv_cache_dtype if unaligned and args.device.type == "cpu" else None
 
     def score() -> LearnerLogps:
+        # accelerate puts autocast into the forward of the model that it prepares, and a sync may come before.
         with trainer.accelerator.autocast(), attending_from_cache(trainer._unwrapped, cache_dtype):
             return learner_logps(trainer._unwrapped, tokens)
 

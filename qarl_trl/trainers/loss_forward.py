@@ -36,6 +36,7 @@ class LossForward:
         self._shared = result
         try:
             yield
+            # Read only after a block without an error, which would otherwise be hidden by this one.
             is_unused = self._shared is not None
         finally:
             # After an error, too (Ctrl-C in a notebook): the next forward is of other rows.

@@ -71,10 +71,12 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def __init__(self, *positional: Any, **named: Any) -> None:
         check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
         trl_module(type(self))  # refuses a class without a trainer of TRL
+        # TRL's trainers have their arguments in different places: `model` and `args` are found by their names.
         bound = inspect.signature(super().__init__).bind(*positional, **named)
         arguments = bound.arguments
         model: Any = arguments["model"]
         args: Any = arguments.get("args")
+        # Before any forward: it decides how torch computes in this process.
         if isinstance(args, LowBitConfig) and args.device.type == "cpu":
             choose_arithmetic()
 
@@ -87,6 +89,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         source = check_run(model, args, arguments)
         self._source = source
         self._plan = args.quant_plan(None if source is None else source.plan())
+        # The digest of a model reads files: once, not once in each process.
         self._identity = guards.on_first(args, lambda: identity_of(model, args, self._plan, arguments))
         if args.resume_from_checkpoint:  # also a checkpoint of another run
             resume_path(args.resume_from_checkpoint, args, self._identity)
@@ -103,12 +106,14 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
+            # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
 
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
             add_first_callback(self, _TellStore(self.low_bit_store))
             self.add_callback(_CheckLayers(self._check_layers_ran, lambda: forget_training(self._unwrapped)))
+        # Last, so that what other callbacks do at the end of a step counts in its time.
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))
 
@@ -123,6 +128,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         """Loads the policy from a quantized checkpoint, or with a frozen base; `None` for TRL's own loader."""
         if self._source is None and not args.frozen:
             return None
+
+        # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         freeze = self._plan if args.frozen else None
         return partial(
             load_master_weights, freeze=freeze, gemm=gemm_choice(args.learner_kernel, args.quant_keep_matrices)
@@ -147,6 +154,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _prepare_inputs(self, *args: Any) -> Any:
         """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
+        # `_CheckLayers` asks whether a layer trained. Forwards in here run even if the loss bypasses the layer.
         with outside_training(self._unwrapped):
             return super()._prepare_inputs(*args)
 
@@ -201,6 +209,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     @contextmanager
     def _weights_as_they_are(self) -> Iterator[None]:
         """Use no low-bit weights of before in the block, and none of the block after it."""
+        # Twice: the engine must not answer with weights of before, nor afterwards with those of the evaluation.
         self._weights_may_differ()
         try:
             yield
@@ -227,6 +236,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         weights.
         """
         store = self.low_bit_store
+
+        # Before the method shards the parameters: FSDP2 takes from their class what it gathers.
         if store is not None and self.accelerator.is_fsdp2:
             self._prepare_shards(store)
 

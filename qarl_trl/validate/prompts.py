@@ -41,6 +41,7 @@ def check_prompts(name: str, config: PretrainedConfig, args: RunSettings, traine
     if prompts_per_rollout(args) is None or completes_prompts:
         return
 
+    # Loads only if there is a data set to check.
     tokenizer: Any = None
     for title, data in _prompt_sets(trainer_arguments):
         if tokenizer is None:
@@ -123,6 +124,7 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
             continue
 
         for row, length in enumerate(lengths, start=first):
+            # Not even one token of an answer would fit.
             if length >= context:
                 raise ValueError(
                     f"{title}[{row}]: the prompt has {length} tokens, and the engine's context is {context} with the "
@@ -148,6 +150,7 @@ def _lengths(
 ) -> list[int]:
     """Numbers of tokens of prompts, the first of which is row `first`."""
     try:
+        # All rows at once; only after an error one by one.
         return [len(ids) for ids in _token_ids(prompts, tokenizer, args, tools)]
     except Exception:
         # Which row is it?

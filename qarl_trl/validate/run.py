@@ -50,6 +50,7 @@ def check_run(
     on_first(args, lambda: check_folders(model, args))
     check_data(trainer_arguments, args)
 
+    # All before needs the arguments and files' headers alone. From here on the model's config is read.
     source = find_source(model, args)
     config = config_of(model, args)
     check_teacher(model, config, source, args, trainer_arguments)

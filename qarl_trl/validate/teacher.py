@@ -36,11 +36,13 @@ def check_teacher(
         return
 
     teacher: Any = trainer_arguments.get("teacher_model")
+    # Its own start comes as the student's name, or as `None` where the base of an adapter teaches.
     if source is not None and teacher in (None, model):
         raise ValueError(
             "teacher_model_name_or_path is missing: the run starts from a quantized checkpoint, whose own weights "
             "have nothing to teach. Name the model that it was made from."
         )
+    # Its own start has its vocabulary.
     if teacher is None:
         return
 

@@ -8,6 +8,7 @@ import torch
 from qarl_trl._compat.noise import TRITON_LOGGER
 
 
+# The words of vllm/triton_utils/importing.py, of which the filter looks for "Disabling Triton".
 DISABLED = "Triton is installed, but doesn't include CPU backend. Disabling Triton."
 
 
@@ -31,6 +32,7 @@ def test_without_a_gpu_nobody_reads_that_triton_is_disabled(lines, monkeypatch):
     assert lines(DISABLED) == []
 
 
+# The two controls of the test above: another text, and a torch for GPUs, where the message means missing kernels.
 def test_other_messages_stay(lines, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "Triton kernel failed" in lines("Triton kernel failed")

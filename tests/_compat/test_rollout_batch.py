@@ -17,6 +17,7 @@ def test_images_and_token_types_are_no_text():
     text = {"model": 1, "input_ids": 1, "attention_mask": 1, "logits_to_keep": 1, "batch_size": 1}
 
     assert is_text(text | {"pixel_values": None})
+    # "new" stands for an argument that a later TRL adds, of which nobody knows whether packed rows may have it.
     for name in ("pixel_values", "mm_token_type_ids", "new"):
         assert not is_text(text | {name: 1})
 
@@ -27,6 +28,7 @@ def reverse(rows):
 
 def test_rows_of_tensors_and_lists_are_put_into_one_order():
     batch = {"ids": torch.tensor([[1, 2], [3, 4], [5, 6]]), "names": ["a", "b", "c"], "none": None}
+    # A tensor without dimensions has no rows, as `num_items_in_batch` in a batch of TRL.
     batch["scalar"] = torch.tensor(7)
 
     ordered = in_order(batch, reverse)
@@ -35,12 +37,14 @@ def test_rows_of_tensors_and_lists_are_put_into_one_order():
     assert ordered["names"] == ["c", "b", "a"]
     assert ordered["none"] is None
     assert torch.equal(ordered["scalar"], torch.tensor(7))
-    assert batch["names"] == ["a", "b", "c"]  # control: there was something to order
+    # Control: there was something to order.
+    assert batch["names"] == ["a", "b", "c"]
 
 
 def test_in_trls_own_order_a_batch_is_what_trl_makes_of_it():
     batch = {"ids": torch.arange(10).view(5, 2), "names": [*"abcde"], "none": None, "scalar": torch.tensor(1.0)}
 
+    # TRL draws its order from torch's generator, so one seed gives both functions the same permutation.
     torch.manual_seed(3)
     expected = shuffle_sequence_dict(batch)
     torch.manual_seed(3)
@@ -48,6 +52,7 @@ def test_in_trls_own_order_a_batch_is_what_trl_makes_of_it():
 
     assert [*ordered] == [*expected]
     assert torch.equal(ordered["ids"], expected["ids"])
+    # The last part is a control: seed 3 draws another order than the batch has.
     assert ordered["names"] == expected["names"] != batch["names"]
     assert ordered["none"] is None
     assert torch.equal(ordered["scalar"], expected["scalar"])
@@ -69,6 +74,7 @@ def test_rewards_are_guarded_where_trl_gathers_them_by_name():
         SFTTrainer: None,
     }
 
+    # A subclass, as users make them: the method is found in an ancestor.
     for trainer, home in homes.items():
         assert home_of_rewards(type("Mine", (trainer,), {})) == home
         # Control: the function that is replaced is there.

@@ -11,14 +11,17 @@ from qarl_trl._compat import sharding
 @pytest.mark.parametrize(
     ("environment", "plugin", "version", "offloads"),
     [
+        # The environment, `args.fsdp` as transformers reads it, and what comes of the two.
         ({}, None, None, None),
         ({"ACCELERATE_USE_FSDP": "false"}, None, None, None),
-        ({"ACCELERATE_USE_FSDP": "true"}, None, 1, False),  # accelerate's default
+        # `accelerate launch` without a version starts FSDP1.
+        ({"ACCELERATE_USE_FSDP": "true"}, None, 1, False),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, None, 2, True),
         ({}, {"fsdp_version": 2}, 2, None),
     ],
 )
 def test_fsdp_is_set_by_the_launcher_or_the_arguments(monkeypatch, environment, plugin, version, offloads):
+    # The tests themselves may run under a launcher.
     for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_OFFLOAD_PARAMS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -35,6 +38,7 @@ def fsdp2_plugin(monkeypatch):
     """accelerate's own, with its own policy for mixed precision."""
     from accelerate import FullyShardedDataParallelPlugin
 
+    # As `accelerate launch` sets it.
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     return FullyShardedDataParallelPlugin(fsdp_version=2)
 
@@ -48,12 +52,14 @@ def keep_float32(plugin) -> None:
 def test_fsdp2_does_not_round_what_the_model_returns(fsdp2_plugin, precision):
     fsdp2_plugin.set_mixed_precision(precision)
     before = fsdp2_plugin.mixed_precision_policy
-    assert before.output_dtype == before.param_dtype != torch.float32  # control
+    # Control: left alone, accelerate rounds all outputs. Around -3 bfloat16 log-probs are 0.016 apart.
+    assert before.output_dtype == before.param_dtype != torch.float32
 
     keep_float32(fsdp2_plugin)
 
     after = fsdp2_plugin.mixed_precision_policy
     assert after.output_dtype is None
+    # The forward still computes in 16 bits: only what leaves the model and what is summed over processes is float32.
     assert after.param_dtype == before.param_dtype
     assert after.reduce_dtype == torch.float32
 
@@ -66,6 +72,7 @@ def test_fsdp2_without_mixed_precision_is_left_alone(fsdp2_plugin):
 
 @pytest.mark.parametrize(
     ("fsdp2", "chosen", "expected"),
+    # The controls: what the user chose stays, also a False, and without FSDP2 nothing is set.
     [(True, None, True), (True, {"sync_each_batch": False}, None), (False, None, None)],
 )
 def test_gradients_are_reduced_in_every_micro_batch_of_fsdp2_unless_the_user_says_otherwise(fsdp2, chosen, expected):

@@ -23,8 +23,10 @@ def test_the_first_callback_is_told_before_those_that_were_there():
     notes = []
     handler = CallbackHandler([Noting("user's", notes)], None, None, None, None)
 
+    # Of a trainer the function reads the handler alone.
     add_first_callback(SimpleNamespace(callback_handler=handler), Noting("ours", notes))
-    handler.add_callback(Noting("added later", notes))  # control: it comes last
+    # Control: by transformers' own way a callback comes last.
+    handler.add_callback(Noting("added later", notes))
     handler.on_optimizer_step(None, TrainerState(), TrainerControl())
 
     assert notes == ["ours", "user's", "added later"]

@@ -5,6 +5,7 @@ import pytest
 from qarl_trl._compat import versions
 
 
+# Those whose private parts we use.
 PACKAGES = ("trl", "compressed-tensors", "vllm", "peft")
 
 
@@ -16,6 +17,7 @@ def window_of(package: str):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+# A local build, as torch's CPU index names its wheels, counts as its release.
 @pytest.mark.parametrize("suffix", ["", "+cpu"])
 def test_the_lowest_version_of_the_window_is_accepted(monkeypatch, package, suffix):
     _, lowest = window_of(package)
@@ -25,6 +27,7 @@ def test_the_lowest_version_of_the_window_is_accepted(monkeypatch, package, suff
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+# Below and above every window.
 @pytest.mark.parametrize("version", ["0.0.1", "99.0"])
 def test_a_version_outside_its_window_is_refused(monkeypatch, package, version):
     window, _ = window_of(package)
@@ -33,5 +36,6 @@ def test_a_version_outside_its_window_is_refused(monkeypatch, package, version):
     with pytest.raises(ImportError) as error:
         versions.check_versions(package)
 
+    # What is installed, and the command that mends it.
     assert f"{package} {version} is installed" in str(error.value)
     assert f"pip install '{package}{window}'" in str(error.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 from pathlib import Path
@@ -80,6 +81,21 @@ def test_figures_in_sentences_are_those_of_the_cells():
     frozen = score_of("QaRL TBPO, LoRA beside a frozen base", 0, "low_bit")
     whole = score_of("QaRL TBPO", 0, "low_bit")
     assert f"{frozen:.1f} (TBPO, one seed, another start: QaRL with all weights {whole:.1f})" in learners
+
+
+@pytest.mark.parametrize(
+    ("learner", "arm"),
+    [("bfloat16 rollouts", "bf16 GRPO"), ("rollout-only", "rollout-only GRPO"), ("QaRL", "QaRL GRPO")],
+)
+def test_scores_of_the_learners_are_means_of_two_seeds(learner, arm):
+    learners = (ROOT / "docs" / "which_learner.md").read_text().splitlines()
+    (row,) = [line.strip("|").split("|") for line in learners if re.match(rf"\| {learner} \| [\d.]+ \|", line)]
+
+    _, _, rounded, gptq, *_ = [float(cell) if index else cell for index, cell in enumerate(row)]
+
+    for shown, model in ((rounded, "low_bit"), (gptq, "gptq")):
+        mean = statistics.fmean(score_of(arm, seed, model) for seed in (2, 3))
+        assert f"{mean:.1f}" == f"{shown:.1f}"
 
 
 def cells_without_a_commit(files: list[Path], commits: set[str]) -> list[str]:

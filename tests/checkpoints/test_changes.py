@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 from enum import Enum
 from types import SimpleNamespace
@@ -47,13 +48,15 @@ def other(value):
 
 def identity(args):
     """Facts as a manifest has them."""
+    # A way through JSON turns tuples into lists and enums into strings, which must not look like changes.
     return json.loads(json.dumps(identity_of("a", args, None, {})))
 
 
 def test_each_setting_of_a_run_is_in_the_table_once():
     """A new version of TRL has new settings: somebody must say what a resumed run does with them."""
-    listed = [name for names in SETTINGS.values() for name in names]
+    listed = list(itertools.chain.from_iterable(SETTINGS.values()))
 
+    # Lists, not sets: a setting under two rules would be a contradiction.
     assert sorted(listed) == sorted(NAMES)
 
 
@@ -61,6 +64,7 @@ def test_each_setting_of_a_run_is_in_the_table_once():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_changed_setting_is_treated_as_the_table_says(before, tmp_path, name, within_batch):
     now = copy.copy(before)
+    # Past `__post_init__`: many settings do not go with the others, and the table does not ask.
     vars(now)[name] = SPECIAL.get(name) or other(getattr(before, name))
     folder = write(tmp_path, 1, **identity(before) | {WITHIN_BATCH: within_batch})
 
@@ -72,6 +76,7 @@ def test_a_changed_setting_is_treated_as_the_table_says(before, tmp_path, name, 
             resume_path(str(folder), now, identity(now))
     else:
         assert resume_path(str(folder), now, identity(now)) == str(folder)
+    # Whatever a run does with a change, it is listed, unless it is free.
     assert said == ([] if RULES[name] is Rule.FREE else [name])
 
 
@@ -94,6 +99,7 @@ def test_a_setting_that_the_table_does_not_have_is_refused(tmp_path):
     for settings in (facts[OF_RUN], json.loads((folder / "manifest.json").read_text())[OF_RUN]):
         assert "packing" not in settings
 
+    # TRL's SFT has `packing`. It is put into both sides by hand, because no run of this config would write it.
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest[OF_RUN]["packing"] = False
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -108,7 +114,8 @@ def test_under_deepspeed_the_settings_of_the_optimizer_must_stay(tmp_path):
     folder = write(tmp_path, 1, **identity(args))
     now = copy.copy(args)
     now.learning_rate = 1.0
-    assert resume_path(str(folder), now, identity(now))  # control
+    # Control: without DeepSpeed it is applied.
+    assert resume_path(str(folder), now, identity(now))
 
     now.deepspeed_plugin = SimpleNamespace(zero_stage=2)
     with pytest.raises(ValueError, match="learning_rate was .*Under DeepSpeed"):
@@ -119,6 +126,7 @@ def rows(*prompts):
     return Dataset.from_list([{"prompt": prompt, "answer": "1"} for prompt in prompts])
 
 
+# Another row, another order, and one row less.
 @pytest.mark.parametrize("others", [rows("a", "b", "d"), rows("a", "c", "b"), rows("a", "b")])
 def test_other_rows_are_another_run(tmp_path, others):
     args = config(tmp_path)
@@ -126,6 +134,7 @@ def test_other_rows_are_another_run(tmp_path, others):
     folder = write(tmp_path, 1, **identity_of("a", args, None, arguments))
 
     # Control: the same rows in another object.
+    # With indices over another table, and so with another fingerprint of `datasets`.
     same = {"train_dataset": rows("x", "a", "b", "c").select([1, 2, 3])}
     assert resume_path(str(folder), args, identity_of("a", args, None, same))
     with pytest.raises(ValueError, match="another run: data was"):

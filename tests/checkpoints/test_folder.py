@@ -17,6 +17,7 @@ from qarl_trl.checkpoints.resume import resume_path
 def write(output_dir, step, content="weights", cards=(), **facts):
     """A checkpoint, saved as the trainer does."""
     folder = output_dir / INCOMING / f"checkpoint-{step}"
+    # As a run leaves it: weights, the low-bit model in a sub-folder, and an empty file, which must count as well.
     (folder / "low_bit").mkdir(parents=True)
     (folder / "model.safetensors").write_text(content)
     (folder / "low_bit" / "config.json").write_text("{}")
@@ -41,6 +42,7 @@ def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
     assert not (tmp_path / INCOMING / "checkpoint-1").exists()
 
     manifest = json.loads((folder / MANIFEST).read_text())
+    # By relative paths, with their bytes. The manifest itself is not among them.
     assert manifest["files"] == {"model.safetensors": 7, "low_bit/config.json": 2, "scheduler.pt": 0}
     assert manifest["model"] == "toy"
 
@@ -48,6 +50,7 @@ def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        # Cut off by one byte, gone, and three manifests that say nothing.
         (lambda folder: (folder / "model.safetensors").write_text("weight"), "6 bytes, needs 7"),
         (lambda folder: (folder / "low_bit" / "config.json").unlink(), "low_bit/config.json is missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
@@ -68,6 +71,7 @@ def test_a_card_that_a_user_edited_or_peft_wrote_again_is_no_damage(tmp_path):
     cards = ("README.md", "low_bit/README.md")
     target = write(tmp_path, 1, cards=cards)
     manifest = json.loads((target / MANIFEST).read_text())
+    # Control: the manifest does not list them.
     assert not {*cards} & manifest["files"].keys()
 
     (target / "README.md").write_text("My own words")
@@ -95,6 +99,7 @@ def failing_renames(monkeypatch):
     rename = Path.rename
 
     def fail(first, last):
+        # Only renames out of these two count: the first brings the new checkpoint, the second brings the old one back.
         numbers = iter(range(1, 100))
 
         def fails_later(path, target):
@@ -111,6 +116,7 @@ def failing_renames(monkeypatch):
 def test_a_checkpoint_that_could_not_be_replaced_is_in_its_place_again(tmp_path, failing_renames):
     folder = write(tmp_path, 1, "old")
 
+    # The new one does not arrive, and the old one returns.
     failing_renames(1, 1)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path, 1, "new")
@@ -125,6 +131,7 @@ def test_a_checkpoint_whose_return_failed_too_is_named_and_a_resume_brings_it_ba
 ):
     folder = write(tmp_path, 1, "old")
 
+    # Neither arrives.
     failing_renames(1, 2)
     with pytest.raises(OSError, match="Input/output error.*the earlier checkpoint-1 is complete in .*_replaced"):
         write(tmp_path, 1, "new")
@@ -145,6 +152,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypat
 
     def stale(path, *args):
         if path.name == MANIFEST:
+            # As of a network file system whose server was restarted: the file is there, and cannot be read now.
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return read_text(path, *args)
 
@@ -152,11 +160,13 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypat
 
     with pytest.raises(OSError, match="Stale file handle.*checkpoint-1"):
         damage(folder)
-    assert finished(tmp_path) == []  # so a rotation does not delete it
+    # Not among the complete ones, so a rotation does not delete it.
+    assert finished(tmp_path) == []
 
 
 def test_rotation_leaves_what_is_damaged_or_was_not_written_by_the_trainer(tmp_path):
     """Somebody may want to repair a checkpoint of which a file was cut off; and a copy by a user is the user's."""
+    # 10 sorts before 2 as a word.
     for step in (1, 2, 3, 10):
         write(tmp_path, step)
     (tmp_path / "checkpoint-2" / "model.safetensors").write_text("w")
@@ -180,6 +190,7 @@ def test_rotation_leaves_what_is_damaged_or_was_not_written_by_the_trainer(tmp_p
 
 def test_the_last_is_the_one_written_last(tmp_path):
     """A run that went back to step 1 goes on from there, not from what it left behind."""
+    # The run of step 7 was abandoned: it went back to step 1, and on from there.
     for step in (1, 7, 2):
         write(tmp_path, step)
     assert finished(tmp_path)[-1].name == "checkpoint-2"

@@ -15,6 +15,7 @@ from qarl_trl.checkpoints.lock import holding
 
 
 # A process that holds the lock until it is killed.
+# It says when it has the lock, and then waits long enough for any test.
 HOLDS = """
 import sys, time
 from pathlib import Path
@@ -44,6 +45,7 @@ def start(code, folder):
 @pytest.fixture
 def other(tmp_path):
     """Another process that holds the lock."""
+    # Without that line the test would be a race.
     with start(HOLDS, tmp_path) as process:
         assert process.stdout.readline() == "holds\n"
         yield process
@@ -52,6 +54,7 @@ def other(tmp_path):
 
 def test_the_second_run_is_told_who_has_the_folder_and_a_kill_frees_it(tmp_path, other):
     named = f"in use by process {other.pid} on {socket.gethostname()}"
+    # Who holds it, and where: the file system may be shared by several machines.
     with pytest.raises(ValueError, match=named), holding(tmp_path):
         pytest.fail("two at once")
 
@@ -70,6 +73,7 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
         process.wait()
         os.kill(child, 0)  # control: it lives
 
+        # A lock of the kernel belongs to the open file, of which the fork has a copy. filelock closes it there.
         try:
             with holding(tmp_path):
                 pass
@@ -80,12 +84,14 @@ def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
 def test_one_process_may_hold_it_twice(tmp_path):
     same_folder = tmp_path / "." / ""
 
+    # As a script with two trainers in one folder does, and with the folder named in two ways.
     with holding(tmp_path), holding(same_folder):
         pass
     with holding(tmp_path):
         pass
 
 
+# An error of the disk is no lack of locks, so it stops the run.
 @pytest.mark.parametrize(("number", "goes_on"), [(errno.ENOLCK, True), (errno.ENOSYS, True), (errno.EIO, False)])
 def test_a_file_system_without_locks_stops_no_run(tmp_path, monkeypatch, caplog, number, goes_on):
     """NFS without its lock service says ENOLCK."""

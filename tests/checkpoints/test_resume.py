@@ -41,6 +41,7 @@ def test_the_newest_complete_one_is_found_and_others_are_named_and_left_alone(tm
     first, second, third = [write(tmp_path, step) for step in (1, 2, 3)]
     cut(third)
     (tmp_path / "checkpoint-4").mkdir()
+    # A copy of the user's, with a larger number: it is not this run's newest.
     shutil.copytree(first, tmp_path / "checkpoint-9-keep")
 
     assert resume_path(wish, args) == str(second)
@@ -53,6 +54,7 @@ def test_the_newest_complete_one_is_found_and_others_are_named_and_left_alone(tm
     assert (tmp_path / "checkpoint-4").exists()
 
 
+# A config file gives words, a script gives Python's values.
 @pytest.mark.parametrize("wish", [None, False, "false"])
 def test_who_does_not_ask_does_not_resume(tmp_path, args, wish):
     write(tmp_path, 1)
@@ -85,6 +87,7 @@ def test_an_error_while_reading_stops_a_run_and_is_not_taken_for_damage(tmp_path
     stat = Path.stat
 
     def stale(path, **kwargs):
+        # Only the newest: if that counted as damaged, the run would go on from the older one.
         if path.name == "model.safetensors" and path.parent == newest:
             raise OSError(errno.ESTALE, "Stale file handle", str(path))
         return stat(path, **kwargs)
@@ -117,7 +120,8 @@ def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
         resume_path("true", config(tmp_path, sync_ref_model=True, beta=0.1))
 
     (folder / "scheduler.pt").unlink()
-    forge(folder)  # a manifest without the file
+    # A manifest without the file, as `save_only_model` leaves it.
+    forge(folder)
     with pytest.raises(ValueError, match="weights without the optimizer"):
         resume_path("true", args)
 
@@ -128,9 +132,11 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
         return identity_of("a", args, None, {"peft_config": LoraConfig(**settings)})
 
     write(tmp_path, 1, **identity())
-    assert resume_path("true", args, identity(target_modules=["up_proj", "q_proj"]))  # control: the same set of names
+    # Control: the same set of names.
+    assert resume_path("true", args, identity(target_modules=["up_proj", "q_proj"]))
 
     for changes in ({"r": 8}, {"lora_alpha": 64}, {"use_rslora": True}, {"target_modules": "all-linear"}):
+        # The message shows the whole adapter, and the changed field is in it.
         changed = next(iter(changes))
         with pytest.raises(ValueError, match=f"another run: adapter was .*{changed}"):
             resume_path("true", args, identity(**changes))
@@ -160,6 +166,7 @@ def test_another_reward_is_another_run(tmp_path, args):
     def identity(rewards):
         return json.loads(json.dumps(identity_of("a", args, None, {"reward_funcs": rewards})))
 
+    # A function, and a reward model by its name.
     folder = write(tmp_path, 1, **identity([reward_of_one, "org/judge"]))
     # Controls: the same ones, also in another form.
     for same in ((reward_of_one, "org/judge"), [partial(reward_of_one, a=1), RewardModel("org/judge")]):
@@ -171,6 +178,7 @@ def test_another_reward_is_another_run(tmp_path, args):
         ["org/judge", reward_of_one],
         [reward_of_one, "org/other"],
         [reward_of_one, RewardModel("org/other")],
+        # The class in the place of a model: it has no name.
         [reward_of_one, RewardModel],
     ):
         with pytest.raises(ValueError, match=r"another run: reward_funcs was \[.*reward_of_one', 'org/judge'\] there"):
@@ -178,6 +186,7 @@ def test_another_reward_is_another_run(tmp_path, args):
 
     # An older version of this package named none.
     facts = identity(reward_of_one)
+    # It cannot be compared, so it must not be refused.
     del facts["settings"]["reward_funcs"]
     older = write(tmp_path, 2, **facts)
     assert resume_path("true", args, identity(reward_of_two)) == str(older)
@@ -188,9 +197,10 @@ def test_the_folder_of_a_reward_model_may_move(tmp_path, args):
     for place in places:
         place.mkdir(parents=True)
 
-    facts = [identity_of("a", args, None, {"reward_funcs": str(place)}) for place in places]
-
-    assert facts[0]["settings"]["reward_funcs"] == facts[1]["settings"]["reward_funcs"] == ["judge"]
+    # A folder counts by its last name. A name on the Hub counts as a whole.
+    for place in places:
+        facts = identity_of("a", args, None, {"reward_funcs": str(place)})
+        assert facts["settings"]["reward_funcs"] == ["judge"]
 
 
 def test_settings_that_a_trainer_does_not_have_identify_no_run(tmp_path):
@@ -228,7 +238,8 @@ def test_a_start_beside_checkpoints_is_refused_with_the_two_ways_on(tmp_path, ar
     check_start(None, args)  # control: an empty folder
 
     for step in (9, 10):
-        cut(write(tmp_path, step))  # a user may still be able to repair them
+        # Damaged ones count, too: a user may still be able to repair them.
+        cut(write(tmp_path, step))
     with pytest.raises(
         ValueError,
         match=r"checkpoints of another run \(checkpoint-9, checkpoint-10\).*resume_from_checkpoint: auto continues"
@@ -241,6 +252,7 @@ def test_a_resume_goes_on_beside_its_own_checkpoints_only(tmp_path, args):
     own = write(tmp_path, 1)
     check_start(str(own), args)
 
+    # Not beside those of this folder, which the run would then overwrite.
     elsewhere = write(tmp_path / "other", 1)
     with pytest.raises(ValueError, match=rf"another run \(checkpoint-1\).*{own} continues"):
         check_start(str(elsewhere), args)
@@ -250,6 +262,7 @@ def test_a_checkpoint_that_a_kill_left_before_its_rename_is_not_lost_by_a_start(
     folder = write(tmp_path, 4)
     incoming = tmp_path / INCOMING
     incoming.mkdir(exist_ok=True)
+    # Complete, with its manifest, and not yet in its place: the moment between the two renames of `commit`.
     folder.rename(incoming / folder.name)
 
     with pytest.raises(ValueError, match="checkpoint-4"):

@@ -14,10 +14,12 @@ def trainer_at(step):
         num_iterations=2,
         _step=step,
         _buffered_inputs=["a", "b", "c"],
+        # Any number: the step of the last weight sync.
         _last_loaded_step=4,
     )
 
 
+# 3 x 2 micro-batches: at 0 and 6 a batch is used up, and 7 is the first of the next.
 @pytest.mark.parametrize(("step", "in_batch"), [(0, False), (1, True), (5, True), (6, False), (7, True)])
 def test_only_a_rollout_batch_that_is_not_used_up_is_stored(step, in_batch):
     buffer = RolloutBuffer(trainer_at(step))
@@ -37,6 +39,7 @@ def test_another_trainer_continues_with_what_was_stored():
     buffer.load(*stored.dump())
 
     assert buffer.step_of_sampling == 5
+    # All of TRL's attributes, as in the trainer that was stopped.
     assert vars(resumed) == vars(trainer_at(7))
 
 
@@ -57,6 +60,7 @@ def test_a_forced_sync_keeps_the_rollout_batch():
 
 
 def test_a_trainer_that_samples_nothing_gets_no_buffer():
+    # As SFT's and DPO's: none of the attributes.
     trainer = SimpleNamespace()
     buffer = RolloutBuffer(trainer)
 
@@ -68,6 +72,7 @@ def test_a_trainer_that_samples_nothing_gets_no_buffer():
     assert not vars(trainer)
 
 
+# It has neither `steps_per_generation` nor `num_iterations`: four micro-batches make a step, and a batch.
 @pytest.mark.parametrize(("step", "in_batch"), [(0, False), (1, True), (4, False)])
 def test_a_trainer_that_samples_for_each_optimizer_step_uses_its_micro_batches(step, in_batch):
     """TRL's distillation."""

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForCondition
 from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
-from qarl_trl.checkpoints import saving
+from qarl_trl.checkpoints import model as saved_model
 from qarl_trl.checkpoints.folder import damage, finished
 from qarl_trl.checkpoints.lock import LOCK
 from qarl_trl.checkpoints.signals import EXIT_CODE
@@ -34,6 +34,7 @@ LONG = {
     "max_steps": 11,
     "save_strategy": "steps",
     "save_steps": 1,
+    # Learning rate and momentum differ from step to step, so a state that was lost would show.
     "warmup_steps": 5,
     "optim_muon": True,
     "export_low_bit": False,
@@ -61,6 +62,11 @@ def same(a, b):
 
 def finished_names(folder):
     return [checkpoint.name for checkpoint in finished(folder)]
+
+
+def contents(files):
+    """The bytes of files, by their paths."""
+    return {file: file.read_bytes() for file in files}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +120,7 @@ def test_without_what_this_package_stores_a_resume_goes_another_way(
 
 
 def test_a_resume_when_all_is_trained_trains_nothing(model, straight, checkpoint_of, tmp_path):
+    # Of `max_steps` 11.
     last = str(checkpoint_of(11))
 
     resumed = make_resumed(model, tmp_path)
@@ -127,6 +134,7 @@ def test_a_resume_when_all_is_trained_trains_nothing(model, straight, checkpoint
 
 
 def test_other_rollout_batches_cannot_continue_a_stored_one(model, checkpoint_of, tmp_path):
+    # Step 6 is within a rollout batch of two micro-batches, step 8 at the end of one.
     resumed = make_trainer(model, tmp_path, **LONG | {"steps_per_generation": 4})
 
     with pytest.raises(ValueError, match="another run: steps_per_generation was 2 .*, and is 4"):
@@ -216,10 +224,15 @@ def test_the_same_model_at_another_place_is_the_same_run(model, straight, checkp
 
 
 def test_all_files_of_a_checkpoint_have_the_rights_of_the_umask(checkpoint_of):
-    files = [path for path in checkpoint_of(6).iterdir() if path.is_file()]
+    checkpoint = checkpoint_of(6)
 
-    assert any(path.suffix == ".safetensors" for path in files)
-    assert len({path.stat().st_mode for path in files}) == 1
+    # safetensors writes its files without regard to the umask, all other writers by it.
+    assert list(checkpoint.glob("*.safetensors"))
+    modes = set()
+    for path in checkpoint.iterdir():
+        if path.is_file():
+            modes.add(path.stat().st_mode)
+    assert len(modes) == 1
 
 
 def test_a_run_holds_its_output_dir_while_it_trains(model, tmp_path):
@@ -227,6 +240,7 @@ def test_a_run_holds_its_output_dir_while_it_trains(model, tmp_path):
     owners = []
 
     def reward(completions, **_):
+        # While a reward is calculated, so in the middle of the run.
         with pytest.raises(Timeout):
             FileLock(tmp_path / LOCK, timeout=0).acquire()
         owners.append((tmp_path / LOCK).read_text())
@@ -247,13 +261,13 @@ def test_a_script_that_forgets_to_resume_destroys_no_checkpoint(model, tmp_path)
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     first = make_trainer(model, tmp_path, **changes)
     first.train()
-    before = {file: file.read_bytes() for file in tmp_path.glob("checkpoint-*/*.safetensors")}
+    before = contents(tmp_path.glob("checkpoint-*/*.safetensors"))
     assert finished_names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
 
     again = make_trainer(model, tmp_path, **changes)
     with pytest.raises(ValueError, match="checkpoints of another run"):
         again.train()
-    assert {file: file.read_bytes() for file in tmp_path.glob("checkpoint-*/*.safetensors")} == before
+    assert contents(tmp_path.glob("checkpoint-*/*.safetensors")) == before
 
     # Controls: one trainer may train twice, and a resumed one goes on.
     first.train()
@@ -271,6 +285,7 @@ def test_a_script_that_names_a_checkpoint_in_its_settings_alone_does_not_begin_a
 
     # Controls: what `train` is told counts, and a second call goes on from the weights of the first.
     assert trainer.train(resume_from_checkpoint=checkpoint).global_step == 11
+    # What was to be resumed is done: the setting must not stop a second call.
     trainer.args.max_steps = 1
     assert trainer.train().global_step == 1
     anew = make_resumed(model, tmp_path / "new", resume_from_checkpoint="auto", max_steps=1)
@@ -326,6 +341,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(model, tmp_path,
     with fillable_disk() as fill:
 
         def save_on_a_full_disk(*args):
+            # The first checkpoint is complete, and the second meets a full disk.
             if trainer.state.global_step == 2:
                 fill(limit)
             return save_checkpoint(*args)
@@ -347,16 +363,18 @@ def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(model, tmp_path,
 def test_a_full_disk_leaves_the_low_bit_model_that_was_there(model, tmp_path):
     trainer = make_trainer(model, tmp_path / "run")
     path = save_low_bit(trainer.model, trainer.processing_class, tmp_path / "low_bit")
-    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    before = contents(path.iterdir())
     with torch.no_grad():
+        # Other weights, so that a file that was replaced would show.
         trainer.model.model.norm.weight += 1
 
     for folder in (path, tmp_path / "new"):
         with fillable_disk() as fill, pytest.raises(Exception, match="(?i)file too large|os error 27"):
+            # Less than the low-bit weights.
             fill(100_000)
             save_low_bit(trainer.model, trainer.processing_class, folder)
 
-    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert contents(path.iterdir()) == before
     assert not list((tmp_path / "new").iterdir())
 
 
@@ -370,7 +388,7 @@ def read_weights(monkeypatch):
             names.append(name)
             yield name, tensor
 
-    monkeypatch.setattr(saving, "iter_low_bit_weights", noted)
+    monkeypatch.setattr(saved_model, "iter_low_bit_weights", noted)
     return names
 
 
@@ -381,6 +399,7 @@ def test_a_failed_save_reads_all_weights_for_the_gathers_of_the_other_processes(
     assert of_whole  # control
 
     # Refused before a weight is read.
+    # An unquantized model, which a low-bit one must not replace.
     trainer.model.save_pretrained(tmp_path / "master")
     read_weights.clear()
     with pytest.raises(ValueError, match="would overwrite"):
@@ -392,6 +411,7 @@ def test_a_failed_save_reads_all_weights_for_the_gathers_of_the_other_processes(
 def test_a_process_that_saves_nothing_stops_with_the_one_that_fails(model, tmp_path, read_weights, monkeypatch):
     trainer = make_trainer(model, tmp_path)
     monkeypatch.setattr(QaRLConfig, "should_save", False)
+    # What process 0 would bring to the gather: that its save failed.
     failed_first = torch.tensor([True])
     monkeypatch.setattr(trainer.accelerator, "gather", lambda ours: torch.cat([failed_first, ours]))
 
@@ -493,6 +513,7 @@ def make_vision_trainer(vision, folder, **changes):
 def test_a_model_of_several_parts_resumes_in_the_same_bits(vision, tmp_path):
     straight = make_vision_trainer(vision, tmp_path / "straight", save_strategy="steps", save_steps=1)
     straight.train()
+    # The first of several steps, so that a difference could grow.
     checkpoint = str(tmp_path / "straight" / "checkpoint-1")
 
     resumed = make_vision_trainer(vision, tmp_path / "resumed")
@@ -522,6 +543,7 @@ class Attack:
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "rollout_0.pt"])
 def test_a_pickle_in_a_checkpoint_does_not_run(model, checkpoint_of, tmp_path, name):
     folder = shutil.copytree(checkpoint_of(6), tmp_path / "checkpoint-6")
+    # In each file that is no safetensors: torch.load would run it.
     torch.save(Attack(tmp_path / "ran"), folder / name)
     forge(folder)  # the manifest names the new size
     resumed = make_resumed(model, tmp_path)

@@ -36,6 +36,7 @@ def folder(tiny_model, tiny_tokenizer, tmp_path):
 @pytest.fixture
 def trained(model, tmp_path):
     """A trainer after its run, and the output folder, with the low-bit model."""
+    # A name of a person in the path and in the name of the run: neither may be in a card.
     home = tmp_path / "someone" / "out"
     trainer = make(model, home, run_name="someone-7")
     trainer.train()
@@ -53,6 +54,7 @@ def test_only_what_is_on_the_hub_has_an_id(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
 
     assert base_facts("Qwen/Qwen3-8B-Base")["base_id"] == "Qwen/Qwen3-8B-Base"
+    # An absolute path, a folder of this name, and a model without a name.
     for local in ("/data/users/someone/my-model", "here", ""):
         assert base_facts(local)["base_id"] is None
 
@@ -69,6 +71,7 @@ def test_a_trained_model_says_what_it_is_and_how_it_was_made_and_nothing_of_who_
     assert "TBPO" in card.text
     assert "4 optimizer steps" in card.text
     assert "distinct_characters" in card.text
+    # A fact that is missing would be rendered so.
     assert "None" not in card.text
 
     written = (home / "README.md").read_text()
@@ -97,6 +100,7 @@ def test_data_sets_and_tags_that_were_named_once_stay_in_later_cards(trained):
 
     trainer.create_model_card(dataset_name="some/sums", tags="sums")
     trainer.create_model_card()  # as TRL calls it at a checkpoint
+    # Without the card nothing could be read back from it.
     card.unlink()
     trainer.save_model()
 
@@ -123,6 +127,7 @@ def test_a_card_that_was_edited_stays(folder):
     write_card(folder, "me/sums")
     assert card.read_text() != first  # control: not edited
 
+    # As bytes: a card may be no UTF-8.
     for mine in (b"mine\n", b"\xe9 in another encoding"):
         card.write_bytes(mine)
         write_card(folder)
@@ -136,6 +141,7 @@ def test_what_the_card_says_of_transformers_works_as_pasted(tiny_model, tmp_path
     card = model_card(tmp_path, str(tmp_path))
     (snippet,) = [block for block in python_blocks(card) if "AutoModel" in block]
 
+    # What a reader would paste. The card is made with the folder as its address, so nothing is downloaded.
     exec(compile(snippet, "card", "exec"), {})
 
     assert "12+3=" in capsys.readouterr().out
@@ -154,9 +160,10 @@ def test_a_mixture_in_low_bits_has_no_lines_for_transformers_which_may_make_up_i
     assert "AutoModel" not in "".join(python_blocks(card))
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)  # no error in either case
-    loaded_experts, experts = [model.model.layers[0].mlp.experts.down_proj for model in (loaded, learner)]
-    distance = (loaded_experts - experts).abs().max()
-    # Half a 4-bit step of weights of 0.02 standard deviation is 0.006.
+    loaded_experts = loaded.model.layers[0].mlp.experts
+    experts = learner.model.layers[0].mlp.experts
+    distance = (loaded_experts.down_proj - experts.down_proj).abs().max()
+    # Half a 4-bit step of weights of 0.02 standard deviation is 0.006. Random weights are several times as far away.
     assert (distance < 0.01) == loads
 
 
@@ -244,8 +251,9 @@ def test_each_card_of_a_run_is_right_and_names_no_run_and_no_path(model, gptq, t
     settings = {"model": model, "max_steps": 1, "save_strategy": "steps", "save_steps": 1} | settings_of(kind, gptq)
     trainer = make(settings.pop("model"), run, **settings)
     trainer.train()
+    # Twice, because peft changes a card that is there.
     trainer.save_model()
-    trainer.save_model()  # peft changes a card that is there
+    trainer.save_model()
 
     cards = {str(file.relative_to(run)): file.read_text() for file in run.rglob("README.md")}
     assert cards.keys() == CARDS[kind].keys()
@@ -256,6 +264,7 @@ def test_each_card_of_a_run_is_right_and_names_no_run_and_no_path(model, gptq, t
         # What TRL's and peft's cards say: another paper, no base, the name of the run, a path.
         for wrong in ("DeepSeek", "shao2024", "None", "More Information", "run-7", "someone", str(tmp_path), "/tmp"):
             assert wrong not in text, name
+        # The paper is cited where its method trained: not in a run without it, nor by a base that was only rounded.
         is_of_qarl = "unquantized" not in kind and not name.startswith("base/")
         assert ("gu2026qarl" in text and "2604.07853" in text) == is_of_qarl, name
 
@@ -263,7 +272,9 @@ def test_each_card_of_a_run_is_right_and_names_no_run_and_no_path(model, gptq, t
         assert card.data.library_name == ("peft" if "rank 4 for" in text else "transformers")
         assert "base_model" not in card.data.to_dict()  # a local model has no page to link to
         if name != "base/README.md":
-            assert {"trl", "grpo"} <= set(card.data.tags)
+            method = "tbpo" if trainer.args.loss_type == "tbpo" else "grpo"
+            assert {"trl", method} <= set(card.data.tags)
+            assert len({"tbpo", "grpo"} & set(card.data.tags)) == 1
 
 
 @pytest.mark.parametrize("repository", ["me/sums", None])
@@ -284,9 +295,10 @@ def test_the_card_of_a_merged_adapter_does_not_call_the_repository_of_the_merged
 
 FACTS = {"base_id": "Qwen/Qwen3-8B", "base": "Qwen/Qwen3-8B"}
 OF_ADAPTER = {"rank": 8, "served_rank": 8, "served_base": "me/base"}
+# Facts as `card_facts` gathers them: of the base, of an adapter, and of training.
 TRAINED = {
-    **{"steps": 5, "trainer": "QaRL", "objective": "TBPO", "rewards": ["math_reward"], "code": "qarl_trl"},
-    **{"cites_qarl": True, "aligned": True, "samples": True},
+    **{"steps": 5, "trainer": "QaRL", "methods": ["tbpo"], "objective": "TBPO", "rewards": ["math_reward"]},
+    **{"code": "qarl_trl", "cites_qarl": True, "aligned": True, "samples": True},
 }
 RENDERED = {
     "export": ("low_bit", FACTS),
@@ -311,9 +323,11 @@ def test_a_card_is_rendered_without_remains_of_its_markup(kind):
 
     headings = [after.content for token, after in pairwise(page) if token.type == "heading_open"]
     expected = ["sums", "Use", "Training", "Limits", "Citation"]
+    # An export of another model was not trained.
     assert headings == [title for title in expected if title != "Training" or "steps" in facts]
     for token in page:
         if token.type == "inline":
+            # Signs of code, of Jinja, of a table or a heading, a space before a full stop, and a fact that is missing.
             assert not re.search(r"```|\{[{%]|^\||^#|\s[.,]|None", token.content), token.content
         if token.type == "fence":
             assert token.content.strip()

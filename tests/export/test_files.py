@@ -48,6 +48,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_the_model_loa
     assert file.read_text() == "mine"
 
 
+# Cut off, and JSON of another kind.
 @pytest.mark.parametrize(("content", "words"), [('{"eos_token_id": [1,', "is damaged"), ("[1]", "must hold a JSON")])
 def test_a_damaged_generation_config_is_refused_by_each_command(model, tmp_path, capsys, content, words):
     """transformers would go on without the end tokens in it."""
@@ -55,6 +56,7 @@ def test_a_damaged_generation_config_is_refused_by_each_command(model, tmp_path,
     shutil.copytree(model, damaged)
     (damaged / "generation_config.json").write_text(content)
     suite = tmp_path / "sums.jsonl"
+    # `eval` needs a suite, and must not come to read it.
     suite.write_text('{"problem": "1+1=", "answer": "2"}\n')
 
     with pytest.raises(ValueError, match=rf"generation_config\.json {words}"):
@@ -89,6 +91,7 @@ def test_export_onto_a_file_is_refused_before_the_model_loads(model, file, no_lo
 def test_a_low_bit_folder_may_be_read_as_the_umask_says(
     tiny_model, tiny_tokenizer, tmp_path, umask, file_mode, folder_mode
 ):
+    # Of the whole process, so it is set back whatever happens.
     before = os.umask(umask)
     try:
         folder = save_low_bit(apply_quantization(tiny_model(), "W4A16"), tiny_tokenizer, tmp_path / "shared")
@@ -98,7 +101,8 @@ def test_a_low_bit_folder_may_be_read_as_the_umask_says(
     for file in folder.iterdir():
         assert oct(file.stat().st_mode & 0o777) == oct(file_mode), file.name
     assert oct(folder.stat().st_mode & 0o777) == oct(folder_mode)
-    assert (folder / "model.safetensors").exists()  # control: safetensors writes it without regard to the umask
+    # Control: the weights are among the files. safetensors writes them without regard to the umask.
+    assert (folder / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["base", "../base"])

@@ -8,7 +8,7 @@ import torch
 import yaml
 from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model
-from quant.schemes import NAMES, NVFP4, SCHEMES, same_tensors
+from quant.schemes import NAMES, NVFP4, SCHEMES, copies, same_tensors
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -25,6 +25,11 @@ WEIGHTS = "model.safetensors"
 
 def read_config(folder):
     return json.loads((folder / "config.json").read_text())
+
+
+def weight_files(folder):
+    """The names of the files of weights in a folder."""
+    return {file.name for file in folder.glob("model*.safetensors")}
 
 
 def sha256(file):
@@ -46,6 +51,7 @@ def modifier_arguments(scheme, group_size=None):
 
     config = preset_name_to_scheme(scheme, targets=["Linear"])
     if group_size == -1:
+        # llm-compressor's presets have one group size. Another one is a scheme that is written out.
         config.weights.strategy = "channel"
         config.weights.group_size = None
     else:
@@ -73,6 +79,7 @@ def start(tmp_path):
 def check_same_folders(ours, theirs):
     expected = load_file(theirs / WEIGHTS)
     assert same_tensors(load_file(ours / WEIGHTS), expected)
+    # The whole file, with its header: the order of the tensors as well.
     assert sha256(ours / WEIGHTS) == sha256(theirs / WEIGHTS)
     assert read_config(ours) == read_config(theirs)
 
@@ -83,6 +90,7 @@ CASES = {
     # name: (changes of the model, scheme, group size, ignore)
     **{f"{name} {size}": (SIZES, name, size, ["lm_head"]) for name, size in SCHEMES if size},
     **{name: (SIZES, name, None, ["lm_head"]) for name in (*NAMES, NVFP4)},
+    # A tied head is stored once, biases stay in bfloat16, and what is ignored is listed in the config.
     "tied": ({"tie_word_embeddings": True}, "W4A16", None, ["lm_head"]),
     "tied, asymmetric": ({"tie_word_embeddings": True}, "W4A16_ASYM", None, ["lm_head"]),
     "biases": ({"kind": "qwen2"}, "FP8_DYNAMIC", None, ["lm_head"]),
@@ -111,12 +119,14 @@ def test_an_untouched_model_is_saved_byte_for_byte_as_by_llm_compressor(case, st
     theirs = tmp_path / "theirs"
 
     modifier = QuantizationModifier(ignore=ignore, **modifier_arguments(scheme, group_size))
-    if scheme == "W4AFP8":  # it would store a byte a code, which vLLM's kernel for Hopper does not load
+    # By itself llm-compressor would store a byte a value here, which vLLM's kernel for Hopper does not load.
+    if scheme == "W4AFP8":
         their_model = load()
         oneshot(model=their_model, recipe=modifier)
         their_model.save_pretrained(theirs, quantization_format="pack-quantized")
     else:
         oneshot(model=load(), recipe=modifier, output_dir=str(theirs))
+    # From float32 master weights: the cast to bfloat16 gives the numbers that `oneshot` starts from.
     our_model = apply_quantization(load(torch.float32), scheme, ignore=ignore, group_size=group_size)
     save_low_bit(our_model, None, ours)
 
@@ -127,6 +137,7 @@ def test_an_untouched_model_is_saved_byte_for_byte_as_by_llm_compressor(case, st
     # Control: one flipped code is noticed.
     with torch.no_grad():
         weight = our_model.model.layers[1].self_attn.o_proj.weight
+        # It becomes the extreme of its group, and so changes its scale.
         weight[0, 0] = -2 * weight.abs().max()
     save_low_bit(our_model, None, ours)
     assert sha256(ours / WEIGHTS) != sha256(theirs / WEIGHTS)
@@ -136,9 +147,11 @@ FP8_GROUP = {
     "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
     "input_activations": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True},
 }
+# Groups of 32, which no preset of W4A16 has.
 INT4_GROUP = {"weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}}
 RECIPES = {
     "preset": {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]},
+    # Without `ignore`: the targets alone leave the head out.
     "narrow targets": {"targets": ["re:.*mlp.*proj$"], "scheme": "FP8_DYNAMIC"},
     "two formats": {
         "config_groups": {
@@ -151,6 +164,7 @@ RECIPES = {
         "config_groups": {"rest": {"targets": ["Linear"], **INT4_GROUP}},
         "ignore": ["lm_head", "re:.*layers.0.*"],
     },
+    # Layers that match both schemes: a name goes before a class.
     "named layers first": {
         "scheme": {"W4A16": ["Linear"], "FP8_DYNAMIC": ["model.layers.1.mlp.down_proj", "lm_head"]},
     },
@@ -190,7 +204,7 @@ def test_a_recipe_is_saved_byte_for_byte_as_by_llm_compressor(case, start, tmp_p
 )
 def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, scheme, group_size):
     model = apply_quantization(tiny_model("qwen2", **SIZES), scheme, group_size=group_size)
-    master_weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    master_weights = copies(model.named_parameters())
 
     save_low_bit(model, None, tmp_path)
 
@@ -201,7 +215,8 @@ def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, sc
     for name, layer in quantized_modules(model):
         weight = loaded.get_parameter(f"{name}.weight")
         assert torch.equal(weight, dequantize(layer.low_bit())), name
-        assert not torch.equal(weight, layer.weight.bfloat16())  # control: not the master
+        # Control: it is not the master weight.
+        assert not torch.equal(weight, layer.weight.bfloat16())
     assert torch.equal(loaded.model.embed_tokens.weight, model.model.embed_tokens.weight.bfloat16())
 
     # The master weights are as they were, and unaware of any of this.
@@ -238,6 +253,7 @@ def fail_after_the_weights(monkeypatch):
     moved = []
 
     def failing(source, target):
+        # The files are moved one after the other, weights before the config.
         if WEIGHTS in moved:
             raise OSError("disk full")
         replace(source, target)
@@ -250,6 +266,7 @@ def test_a_crash_between_the_moves_leaves_a_folder_that_does_not_load(model, tin
     save_low_bit(model, tiny_tokenizer, tmp_path)
     old = sha256(tmp_path / WEIGHTS)
     with torch.no_grad():
+        # Other bytes, so that the two saves can be told apart.
         model.lm_head.weight.mul_(2)
 
     fail_after_the_weights(monkeypatch)
@@ -258,6 +275,7 @@ def test_a_crash_between_the_moves_leaves_a_folder_that_does_not_load(model, tin
 
     assert sha256(tmp_path / WEIGHTS) != old  # the new weights were there already
     assert not (tmp_path / "config.json").exists()
+    # Without a config nothing loads it, so nobody gets new weights with an old config.
     with pytest.raises((OSError, ValueError)):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -272,6 +290,7 @@ def save_in_shards(model, folder, monkeypatch, size):
     write = export.save_torch_state_dict
 
     def sized(*args, **kwargs):
+        # The usual size of a file is gigabytes, for which no test has a model.
         return write(*args, **(kwargs | {"max_shard_size": size}))
 
     with monkeypatch.context() as patches:
@@ -289,22 +308,24 @@ def check_that_it_loads(model, folder):
 
 def test_no_shard_of_an_earlier_save_stays_beside_one_file(model, tmp_path, monkeypatch):
     save_in_shards(model, tmp_path, monkeypatch, "20KB")
-    assert len(list(tmp_path.glob("model*.safetensors"))) > 1  # control
+    assert len(weight_files(tmp_path)) > 1  # control
 
+    # More than the model has: one file.
     save_in_shards(model, tmp_path, monkeypatch, "5GB")
 
-    assert [file.name for file in tmp_path.glob("model*.safetensors")] == [WEIGHTS]
+    assert weight_files(tmp_path) == {WEIGHTS}
     assert not (tmp_path / "model.safetensors.index.json").exists()
     check_that_it_loads(model, tmp_path)
 
 
 def test_no_shard_of_an_earlier_save_stays_beside_larger_ones(model, tmp_path, monkeypatch):
     save_in_shards(model, tmp_path, monkeypatch, "20KB")
-    earlier = {file.name for file in tmp_path.glob("model*.safetensors")}
+    earlier = weight_files(tmp_path)
 
+    # Fewer files than before, with other names: an old one beside them would be loaded, too.
     save_in_shards(model, tmp_path, monkeypatch, "100KB")
 
-    files = {file.name for file in tmp_path.glob("model*.safetensors")}
+    files = weight_files(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert files == set(index["weight_map"].values())
     assert 1 < len(files) < len(earlier)
@@ -315,6 +336,7 @@ def test_no_shard_of_an_earlier_save_stays_beside_larger_ones(model, tmp_path, m
 
 
 def test_a_training_checkpoint_is_not_overwritten(model, tmp_path):
+    # The file alone says what the folder is.
     (tmp_path / "optimizer.pt").touch()
 
     with pytest.raises(ValueError, match="training checkpoint.*optimizer.pt"):

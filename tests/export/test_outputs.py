@@ -7,6 +7,7 @@ import pytest
 from qarl_trl.export.outputs import Outputs, outputs_of
 
 
+# Three kinds of runs: in high precision, with master weights, and on a frozen base.
 FULL = {"quantized": False, "frozen": False, "export_low_bit": True}
 LOW_BIT = FULL | {"quantized": True}
 FROZEN = LOW_BIT | {"frozen": True}
@@ -18,6 +19,7 @@ FROZEN = LOW_BIT | {"frozen": True}
         (FULL, False, False, Outputs(low_bit=None, high_precision=True, frozen_base=False, card="full")),
         (FULL, False, True, Outputs(low_bit=None, high_precision=True, frozen_base=False, card="full")),
         (FULL, True, False, Outputs(low_bit=None, high_precision=True, frozen_base=False, card="adapter")),
+        # "" is the output folder itself, with the low-bit model alone. In a checkpoint master weights have that place.
         (LOW_BIT, False, False, Outputs(low_bit="", high_precision=False, frozen_base=False, card=None)),
         (LOW_BIT, False, True, Outputs(low_bit="low_bit", high_precision=True, frozen_base=False, card=None)),
         (LOW_BIT, True, False, Outputs("low_bit", high_precision=True, frozen_base=False, card="merged_adapter")),

@@ -54,10 +54,19 @@ def low_bit(tiny_model, tiny_tokenizer, tmp_path):
 
 def holds_model(files: dict[str, bytes], folder: Path) -> bool:
     """Whether a branch holds exactly the model files of `folder`; the card may have another address."""
-    local = {name: file.read_bytes() for name, file in model_files(folder).items()}
-    pushed = {name: content for name, content in files.items() if name != ".gitattributes"}
-    other = {name for name in local if local[name] != pushed.get(name)}
-    return pushed.keys() == local.keys() and other <= {"README.md"}
+    # The Hub adds a file of its own to every repository.
+    pushed = dict(files)
+    pushed.pop(".gitattributes", None)
+
+    local = model_files(folder)
+    if pushed.keys() != local.keys():
+        return False
+
+    different = set()
+    for name, file in local.items():
+        if pushed[name] != file.read_bytes():
+            different.add(name)
+    return different <= {"README.md"}
 
 
 def pushing(model, folder, **changes):
@@ -70,6 +79,7 @@ def pushing(model, folder, **changes):
 
 
 def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, tmp_path):
+    # What a run leaves beside its model, and what a user may.
     for name in ("training_args.bin", "trainer_state.json", "log.json", "notes.md", "optimizer.pt"):
         (low_bit / name).write_text("private")
     (low_bit / "checkpoint-4").mkdir()
@@ -89,6 +99,7 @@ def test_the_content_is_the_model_and_nothing_else_of_the_folder(hub, low_bit, t
 
 
 def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub, low_bit):
+    # As of a model in two files.
     earlier = [low_bit / "model-00001-of-00002.safetensors", low_bit / "model.safetensors.index.json"]
     for file in earlier:
         file.write_text("{}")
@@ -115,6 +126,7 @@ default_stage:
 @pytest.mark.parametrize(
     ("recipe", "is_pushed"),
     [
+        # Then recipes of runs, alone, after one of llm-compressor and inside of it, and what is no mapping or no YAML.
         (LLMCOMPRESSOR_RECIPE, True),
         ("output_dir: runs/x\nhub_token: hf_secret\n", False),
         (LLMCOMPRESSOR_RECIPE + "hub_token: hf_secret\n", False),
@@ -164,6 +176,7 @@ def test_a_server_that_refuses_is_one_line_with_the_way_out(hub, low_bit):
 
 def test_a_server_that_is_down_is_one_line_with_the_way_out(hub, low_bit, monkeypatch):
     open_repo("me/toy")
+    # A port at which nobody listens.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client tries again
 
@@ -178,6 +191,7 @@ def test_a_server_that_is_down_is_one_line_with_the_way_out(hub, low_bit, monkey
 def test_a_run_pushes_the_low_bit_model_at_the_end_and_keeps_master_weights_at_home(hub, model, tmp_path):
     trainer = pushing(model, tmp_path, hub_token=WRITER)
     trainer.train()
+    # Not before the end: a checkpoint pushes nothing.
     assert hub.messages("me/toy") == ["initial commit"]
 
     trainer.push_to_hub(dataset_name="someone/sums")
@@ -207,6 +221,7 @@ def test_a_trainer_of_trl_pushes_its_low_bit_model_with_the_card_of_its_own_meth
     assert holds_model(files, tmp_path)
     card = files["README.md"].decode()
     assert "distilled from its own start in high precision with TRL's Distillation trainer" in card
+    # The paper of distillation, and not that of the method.
     assert "agarwal2024on-policy" in card
     assert "gu2026qarl" not in card
 
@@ -244,6 +259,7 @@ def test_beside_a_checkpoint_that_was_there_before_the_adapter_alone_is_pushed(h
     trainer.train()
     trainer.push_to_hub()
 
+    # No repository for a base: anybody can get it where the run got it.
     assert hub.branches.keys() == {"me/toy"}
     assert "adapter_model.safetensors" in hub.files("me/toy")
 
@@ -314,10 +330,11 @@ def test_a_token_is_in_no_file_no_log_and_no_error(hub, model, tmp_path, caplog,
         trainer.push_to_hub()
     trainer.push_to_hub()
 
-    saved = [file for file in tmp_path.rglob("*") if file.is_file()]
-    assert "training_args.bin" in {file.name for file in saved}
-    for file in saved:
-        assert WRITER.encode() not in file.read_bytes(), file
+    # Control: the settings are among the files, which transformers pickles.
+    assert list(tmp_path.rglob("training_args.bin"))
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            assert WRITER.encode() not in file.read_bytes(), file
     for name, content in hub.files("me/toy").items():
         assert WRITER.encode() not in content, name
 
@@ -325,6 +342,7 @@ def test_a_token_is_in_no_file_no_log_and_no_error(hub, model, tmp_path, caplog,
     for text in (caplog.text, printed, str(error.value), str(trainer.args.to_dict())):
         assert WRITER not in text
 
+    # The file of the settings is a pickle of them.
     assert pickle.loads(pickle.dumps(trainer.args)).hub_token is None
     assert WRITER.encode() in pickle.dumps(dict(vars(trainer.args)))  # control: pickle would have kept it
 
@@ -369,6 +387,7 @@ def test_the_card_in_a_second_repository_names_that_one(hub, low_bit):
 
     for name in ("toy", "other", "third"):
         pushed = hub.files(f"me/{name}")["README.md"].decode()
+        # Each place of a card where a command or a snippet names the model.
         assert set(re.findall(r"vllm serve (\S+)|--model (\S+)|\(\"([^\"]+)\"\)", pushed)) == {
             (f"me/{name}", "", ""),
             ("", f"me/{name}", ""),
@@ -378,6 +397,7 @@ def test_the_card_in_a_second_repository_names_that_one(hub, low_bit):
         assert "https://huggingface.co/me/toy-base" in pushed  # another name that begins like the first
 
     # What a user wrote stays, but not the address of the first repository in our commands.
+    # Without the mark a card counts as the user's.
     edited = card.read_text().replace(GENERATED, "").replace("# toy", "# My sums")
     card.write_text(edited)
     cli.main(["push", str(low_bit), "me/fourth"])

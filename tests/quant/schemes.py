@@ -12,20 +12,35 @@ from qarl_trl.quant.scheme import has_global_scale
 from qarl_trl.quant.supported import SUPPORTED
 
 
-NVFP4 = "NVFP4A16"  # its global scale belongs to several layers: tests/quant/test_nvfp4.py
+# Its global scale belongs to several layers: tests/quant/test_nvfp4.py.
+NVFP4 = "NVFP4A16"
 # Each with the group size of its preset.
 NAMES = [name for name in SUPPORTED if name != NVFP4]
-SCHEMES = [(name, size) for name in NAMES for size in SUPPORTED[name].group_sizes or (None,)]
+
+
+def with_every_group_size(names):
+    """Names and group sizes; `None` for a scheme without groups."""
+    pairs = []
+    for name in names:
+        for size in SUPPORTED[name].group_sizes or (None,):
+            pairs.append((name, size))
+    return pairs
+
+
+SCHEMES = with_every_group_size(NAMES)
 ALL_SCHEMES = [*SCHEMES, (NVFP4, None)]
+# Those whose layers multiply inputs as they are.
 WEIGHT_ONLY = [name for name in NAMES if SUPPORTED[name].activations == "none"]
 
 
 def normal(*shape, seed=0, dtype=torch.float32, scale=1.0):
+    # A generator of its own: what a test drew before does not matter, nor does the order of tests.
     generator = torch.Generator().manual_seed(seed)
     numbers = scale * torch.randn(*shape, generator=generator)
     return numbers.to(dtype)
 
 
+# 128 rows are one block of FP8_BLOCK, and 256 columns two groups of 128: a scale of the wrong group is seen.
 def low_bit_of(scheme, group_size=None, shape=(128, 256), seed=0):
     return quantize_weight(normal(*shape, seed=seed), resolve_scheme(scheme, group_size))
 
@@ -36,6 +51,7 @@ def as_bytes(tensor):
 
 
 def same_bytes(a, b):
+    # Not `torch.equal` of the tensors: it takes 0.0 for -0.0, and no NaN for itself.
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     return torch.equal(as_bytes(a), as_bytes(b))
@@ -43,7 +59,24 @@ def same_bytes(a, b):
 
 def same_tensors(tensors, expected):
     """Whether two dicts hold the same bytes under the same names."""
-    return tensors.keys() == expected.keys() and all(same_bytes(tensors[name], expected[name]) for name in expected)
+    if tensors.keys() != expected.keys():
+        return False
+
+    return all(same_bytes(tensors[name], tensor) for name, tensor in expected.items())
+
+
+def copies(named_tensors):
+    """Copies by name of a stream or of named parameters, which a later write does not reach."""
+    # One after the other: what a stream gives may be gone when the next comes.
+    copied = {}
+    for name, tensor in named_tensors:
+        copied[name] = tensor.detach().clone()
+    return copied
+
+
+def names_in(named):
+    """The names of a stream, or of named parameters or modules, in their order."""
+    return [name for name, _ in named]
 
 
 def relative_error(numbers, expected):
@@ -73,6 +106,7 @@ def _float4_by_definition(weight):
     quantized, scales, global_scale = references.quantize_float4(weight)
     values = torch.tensor(quantized, dtype=torch.uint8)
     return {
+        # Two values to a byte, the first in the low bits.
         "weight_packed": values[:, ::2] | values[:, 1::2] << 4,
         "weight_scale": torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),
         "weight_global_scale": torch.tensor([global_scale]),
@@ -110,6 +144,7 @@ def observed(weight, scheme, global_scale=None):
     if args.block_structure is not None:
         height, width = args.block_structure
         tiles = weight.reshape(rows // height, height, columns // width, width)
+        # Neither is clamped at zero: `calculate_qparams` does that.
         low = tiles.amin((1, 3))
         high = tiles.amax((1, 3))
     else:
@@ -123,6 +158,7 @@ def compressed(weight, scheme, qparams=None):
     """The tensors of a checkpoint, by the compressor of the scheme's format; `weight` in bfloat16."""
     tensors = {"weight": weight}
     if has_global_scale(scheme):
+        # Of the whole weight, as llm-compressor's observer: a minimum and a maximum, though the scheme is symmetric.
         largest = weight.abs().max().reshape(1)
         tensors["weight_global_scale"] = generate_gparam(-largest, largest)
 

@@ -8,6 +8,7 @@ import torch
 
 from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.layers.linear import QuantLinear
+from quant.schemes import names_in
 from quant.toy_layers import LINEARS, names_of
 
 
@@ -18,12 +19,13 @@ def structure_of(model):
     """All that must stay as it is, besides values: modules, parameters, buffers, `state_dict`."""
     parameters = {}
     for name, param in model.named_parameters():
+        # `id`: an optimizer that was made before holds these very objects.
         parameters[name] = (tuple(param.shape), param.dtype, param.requires_grad, id(param))
 
     return {
         "parameters": list(parameters.items()),
-        "modules": [name for name, _ in model.named_modules()],
-        "buffers": [name for name, _ in model.named_buffers()],
+        "modules": names_in(model.named_modules()),
+        "buffers": names_in(model.named_buffers()),
         "state_dict": list(model.state_dict()),
     }
 
@@ -33,6 +35,7 @@ def structure_of(model):
 def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, scheme):
     model = tiny_model(kind)
     structure = structure_of(model)
+    # Copies, because `state_dict` gives the parameters themselves.
     values = copy.deepcopy(model.state_dict())
     logits = model(TOKENS).logits
 
@@ -40,13 +43,16 @@ def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, sch
 
     assert names_of(model) == LINEARS
     assert structure_of(model) == structure
-    assert not torch.equal(model(TOKENS).logits, logits)  # control: the forward did change
+    # Control: the forward did change.
+    assert not torch.equal(model(TOKENS).logits, logits)
 
+    # A forward and a backward leave nothing behind, either, and reach every parameter.
     model(TOKENS, labels=TOKENS).loss.backward()
     assert structure_of(model) == structure
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, values[name]), name
-    assert all(param.grad is not None for param in model.parameters())
+    for name, param in model.named_parameters():
+        assert param.grad is not None, name
     assert not hasattr(model.config, "quantization_config")
 
 
@@ -55,6 +61,7 @@ def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, sch
 
 def test_removing_restores_the_model(tiny_model):
     model = apply_quantization(tiny_model(), "W4A16")
+    # From the same seed, so it is the model as it was before.
     plain = tiny_model()
     quantized_logits = model(TOKENS).logits
 
@@ -63,9 +70,11 @@ def test_removing_restores_the_model(tiny_model):
     assert names_of(model) == []
     for (name, module), (_, original) in zip(model.named_modules(), plain.named_modules(), strict=True):
         assert type(module) is type(original), name
+        # No attribute of a low-bit layer is left.
         assert module.__dict__.keys() == original.__dict__.keys(), name
     assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
-    assert not torch.equal(quantized_logits, plain(TOKENS).logits)  # control
+    # Control: it was another model in between.
+    assert not torch.equal(quantized_logits, plain(TOKENS).logits)
 
 
 def pickle_and_load(model):
@@ -82,10 +91,12 @@ def test_a_copy_of_a_quantized_model_is_quantized_and_independent(tiny_model, cl
     assert names_of(twin) == LINEARS
     for _, layer in quantized_modules(twin):
         assert isinstance(layer, QuantLinear)
+        # The product is chosen again at the first forward.
         assert layer.gemm is None
     assert torch.equal(twin(TOKENS).logits, logits)
 
     with torch.no_grad():
+        # What is written to the twin must reach the twin alone.
         for param in twin.parameters():
             param.mul_(2)
     assert torch.equal(model(TOKENS).logits, logits)

@@ -29,18 +29,21 @@ from qarl_trl.quant.cuda_kernels import launch_decode_int4
 from quant.schemes import normal
 
 for name, group_size in {cases}:
+    # More words than one block of the kernel has, which is 512, and fewer.
     for rows, columns in ((24, 256), (8, 384)):
         weight = quantize_weight(normal(rows, columns), resolve_scheme(name, group_size))
         zero_point = None
         if "weight_zero_point" in weight.data:
             zero_point = reference.unpack_zero_points(weight.data["weight_zero_point"], rows)
-        scale = torch.exp2(torch.randint(-4, 4, weight.scale.shape)).bfloat16()  # no product is rounded
+        # Powers of two: no product is rounded, because the interpreter cuts off where a GPU rounds.
+        scale = torch.exp2(torch.randint(-4, 4, weight.scale.shape)).bfloat16()
         for dtype in (torch.bfloat16, torch.float32):
             matrix = launch_decode_int4(weight.quantized, scale, zero_point, dtype)
             plain = reference.decode(weight.quantized, scale, zero_point, weight.scheme, dtype)
             assert matrix.dtype == plain.dtype
             assert torch.equal(matrix, plain), (name, group_size, rows, columns, dtype)
 
+            # Control: the scales of the neighbouring rows.
             moved = launch_decode_int4(weight.quantized, scale.roll(1, 0), zero_point, dtype)
             assert not torch.equal(moved, plain)  # control
 print("compared")
@@ -69,6 +72,7 @@ def test_the_kernel_is_assembled_for_each_gpu(capability, dtype, has_zero_point)
     from qarl_trl.quant._decode_int4 import decode_int4_kernel
 
     sizes = ("number", "words_of_row", "words_of_group", "groups_of_row")
+    # As it is launched: without zero points their pointer is a constant, and the code that reads them is dropped.
     signature = {"words": "*i32", "scale": "*bf16", "zero_point": "*i8", "matrix": f"*{dtype}"}
     signature |= dict.fromkeys(sizes, "i32")
     constants = {"has_zero_point": has_zero_point, "block": 512}
@@ -81,13 +85,15 @@ def test_the_kernel_is_assembled_for_each_gpu(capability, dtype, has_zero_point)
     kernel = compile(source, target=GPUTarget("cuda", capability, 32))
 
     assert kernel.asm["cubin"]
-    assert "cvt.rn.bf16" in kernel.asm["ptx"]  # rounded, not cut off
+    # Rounded to nearest, not cut off.
+    assert "cvt.rn.bf16" in kernel.asm["ptx"]
 
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Pretend that a kernel can run on tensors of the CPU."""
     monkeypatch.setattr(cuda_kernels, "_can_run", lambda tensor: True)
+    # A choice is made once a process, and an earlier test may have made it.
     monkeypatch.setattr(cuda_kernels, "_CHOSEN", {})
 
 
@@ -98,6 +104,7 @@ def test_a_kernel_that_gives_other_numbers_is_not_used(as_on_cuda, monkeypatch):
 
     def wrong(words, scale, zero_point, dtype):
         calls.append(dtype)
+        # The right dtype and shape, so that the comparison alone can notice it.
         return 2 * expected
 
     monkeypatch.setattr(cuda_kernels, "launch_decode_int4", wrong)
@@ -106,9 +113,11 @@ def test_a_kernel_that_gives_other_numbers_is_not_used(as_on_cuda, monkeypatch):
         first = dequantize(weight)
     second = dequantize(weight)
 
+    # Both times by plain operations, also the first, whose kernel had run.
     assert torch.equal(first, expected)
     assert torch.equal(second, expected)
-    assert len(calls) == 1  # it is not tried again
+    # It is not tried again.
+    assert len(calls) == 1
 
 
 def test_a_kernel_that_does_not_run_is_not_used(as_on_cuda, monkeypatch):
@@ -137,7 +146,8 @@ def test_a_kernel_that_gives_the_bytes_is_used(as_on_cuda, monkeypatch):
     for _ in range(3):
         assert torch.equal(dequantize(weight), expected)
 
-    assert len(calls) == 4  # once more for the comparison
+    # Three, and one before them for the comparison.
+    assert len(calls) == 4
 
 
 def dequantize_in_plain_operations(weight):

@@ -5,13 +5,14 @@ import references
 import torch
 
 from qarl_trl.quant.quantize import dequantize
-from quant.schemes import ALL_SCHEMES, SCHEMES, decompressed, low_bit_of, same_bytes, same_tensors
+from quant.schemes import ALL_SCHEMES, SCHEMES, copies, decompressed, low_bit_of, same_bytes, same_tensors
 
 
 def rows_of(low_bit):
     """Integers, scales and zero points (or `None`) as rows of Python numbers, by the definition of the layout."""
     tensors = low_bit.tensors
 
+    # By `references`, which share no code with the package.
     quantized = low_bit.quantized.tolist()
     if "weight_packed" in tensors:
         width = tensors["weight_shape"][1].item()
@@ -19,6 +20,7 @@ def rows_of(low_bit):
 
     zero_points = None
     if "weight_zero_point" in tensors:
+        # Zero points are packed along the rows, eight rows to a word, so they come out by column.
         columns = references.unpack_int4(tensors["weight_zero_point"].t(), len(quantized))
         zero_points = [list(row) for row in zip(*columns, strict=True)]
     return quantized, low_bit.scale.tolist(), zero_points
@@ -32,6 +34,7 @@ def test_dequantize_is_the_decompression_of_compressed_tensors(scheme, group_siz
 
     assert matrix.dtype == torch.bfloat16
     assert same_bytes(matrix, decompressed(low_bit))
+    # A second oracle, which the library has no part in.
     if low_bit.scheme.weights.type == "int":
         assert torch.equal(matrix, references.dequantize_rows(*rows_of(low_bit)))
 
@@ -40,11 +43,12 @@ def test_dequantize_is_the_decompression_of_compressed_tensors(scheme, group_siz
 def test_a_wider_dtype_gets_the_same_numbers_in_new_storage(scheme, group_size):
     """Quantized values times scale round to bfloat16 first."""
     low_bit = low_bit_of(scheme, group_size)
-    before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+    before = copies(low_bit.tensors.items())
 
     wide = dequantize(low_bit, torch.float32)
 
     assert wide.dtype == torch.float32
     assert torch.equal(wide, dequantize(low_bit).float())
+    # New storage: a write to the matrix reaches no stored tensor.
     wide.zero_()
     assert same_tensors(low_bit.tensors, before)

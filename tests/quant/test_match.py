@@ -12,7 +12,11 @@ from quant.toy_layers import LINEARS, names_of
 
 def linears_with(*parts):
     """The names of `LINEARS` that contain one of `parts`."""
-    return [name for name in LINEARS if any(part in name for part in parts)]
+    names = []
+    for name in LINEARS:
+        if any(part in name for part in parts):
+            names.append(name)
+    return names
 
 
 # Which layers -------------------------------------------------------------------------------------------------------
@@ -33,6 +37,7 @@ def test_targets_and_ignore_choose_the_layers(tiny_model, targets, ignore, expec
 
 def model_with_routers():
     """One linear layer, three routers of a mixture, and a head."""
+    # Qwen3-MoE, Qwen2-MoE and GPT-OSS have their routers under these names.
     mlp = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("gate", "shared_expert_gate", "up_proj")})
     layer = nn.ModuleDict({"mlp": mlp, "router": nn.Linear(128, 128)})
     return nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(128, 128)})
@@ -54,6 +59,7 @@ class LinearWithAdapter(nn.Linear):
 
 def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_model):
     model = tiny_model()
+    # In the second layer, so that layers before it have matched already when the error comes.
     model.model.layers[1].mlp.up_proj.__class__ = LinearWithAdapter
 
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj'.*LinearWithAdapter"):
@@ -118,6 +124,7 @@ def test_a_model_that_is_quantized_already_is_refused(tiny_model):
 
 def test_a_model_that_another_library_quantized_is_refused(tiny_model):
     model = tiny_model(num_hidden_layers=1)
+    # As transformers leaves it in a model that it loaded in low bits.
     model.config.quantization_config = {"quant_method": "gptq"}
 
     with pytest.raises(ValueError, match="quantized already.*gptq"):
@@ -149,6 +156,7 @@ def model_with_long_name():
 
 
 @pytest.fixture
+# Of a processor, not of the clock. Ten seconds, the usual limit, would make these tests slow.
 def little_time(monkeypatch):
     monkeypatch.setattr(patterns, "LIMIT_S", 2)
 
@@ -171,16 +179,19 @@ def test_a_quick_pattern_is_tried_in_one_process_for_both_passes_over_a_model(li
 
     monkeypatch.setattr(patterns.subprocess, "run", noted)
 
+    # Two models with equal names: the answer for a pattern and these names is kept.
     for _ in range(2):
         model = apply_quantization(model_with_long_name(), "W4A16", ignore=["lm_head", r"re:(\w+)_nothing$"])
 
     assert names_of(model) == [LONG_NAME]
-    assert [process.returncode for process in started] == [0]
+    (process,) = started
+    assert process.returncode == 0
 
 
 def test_a_pattern_of_a_plan_that_is_no_regular_expression_is_refused():
     """Of a `config.json`, for instance, whose plan nothing else checks."""
     plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
+    # After the plan was made, because making it refuses such a pattern.
     plan.ignore.append("re:*up_proj")
 
     with pytest.raises(ValueError, match=r"'re:\*up_proj' in targets or quant_ignore is no valid pattern"):
@@ -195,6 +206,7 @@ def test_the_default_needs_no_process(monkeypatch):
 
 def test_the_names_of_experts_are_tried_too(tiny_model, little_time):
     """They are longer than those of the modules, which the pattern passes quickly."""
+    # The look-ahead fails at once for names without a number of an expert, so the modules' names cost nothing.
     plan = [r"re:(?=.*experts\.\d)(\w+\.?)+!"]
 
     with pytest.raises(ValueError, match="needs more than 2 seconds"):

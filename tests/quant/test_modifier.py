@@ -46,13 +46,15 @@ def in_order(groups):
 
 @pytest.mark.parametrize("case", list(MODIFIERS))
 def test_a_recipe_means_what_llm_compressor_makes_of_it(case, tmp_path):
+    # The oracle is the library that would run the recipe.
     modifier = pytest.importorskip("llmcompressor.modifiers.quantization").QuantizationModifier
     expected = modifier(**MODIFIERS[case]).resolved_config
 
     plan = read_modifier(write(tmp_path, MODIFIERS[case]))
 
     groups = [group.model_copy(update={"format": None}) for group in plan.config_groups.values()]
-    for group in groups:  # what is said of the weights when nothing is said
+    # Ours sets the format, which llm-compressor finds later, and leaves the usual observer unsaid.
+    for group in groups:
         group.weights.observer = group.weights.observer or MINMAX
     assert in_order(groups) == in_order(expected.config_groups.values())
     assert plan.ignore == expected.ignore
@@ -78,6 +80,7 @@ def test_a_recipe_that_llm_compressor_wrote_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("modifier", "name", "message"),
     [
+        # Another modifier, a misspelt field, one that changes scales, no scheme, an unknown one, no fields at all.
         ({"scheme": "W4A16"}, "GPTQModifier", r"recipe\.yaml.*QuantizationModifier.*GPTQModifier"),
         ({"scheme": "W4A16", "target": "Linear"}, "QuantizationModifier", r"\['target'\]"),
         ({"scheme": "W4A16", "weight_observer": "mse"}, "QuantizationModifier", "weight_observer"),
@@ -104,6 +107,7 @@ def test_a_layout_that_llm_compressor_would_skip_over_is_refused(tmp_path, text)
 
 def test_a_recipe_of_aliases_is_refused_in_a_short_line(tmp_path):
     """Written out, it would have ten thousand million words."""
+    # Ten levels of ten: YAML keeps each level once, and only writing it out is endless.
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     for number in range(1, 10):
         lines.append(f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]")

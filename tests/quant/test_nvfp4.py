@@ -20,6 +20,7 @@ SCHEME = resolve_scheme(NVFP4)
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
+        # As grouped-query attention has them: q wider than k and v. An engine merges the three.
         self.q_proj = nn.Linear(64, 32)
         self.k_proj = nn.Linear(64, 16)
         self.v_proj = nn.Linear(64, 16)
@@ -39,6 +40,7 @@ def global_scales(model):
 def by_compressed_tensors(weight, largest):
     """The tensors of a checkpoint; `largest` sets the global scale."""
     weight = weight.bfloat16()
+    # 16 weights share a float8 scale.
     groups = weight.unflatten(-1, (-1, 16))
     global_scale = generate_gparam(-largest.reshape(1), largest.reshape(1))
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), SCHEME.weights, global_scale)
@@ -56,6 +58,7 @@ def by_compressed_tensors(weight, largest):
 @pytest.mark.parametrize("scale", [1e-6, 0.02, 30.0])
 def test_a_million_weights_have_the_bytes_of_compressed_tensors(scale):
     weight = normal(1024, 1024, scale=scale)
+    # A row of zeros, a group of negative zeros, and an outlier that sets the global scale.
     weight[0] = 0.0
     weight[1, :16] = -0.0
     weight[2, 3] = 50 * scale
@@ -81,11 +84,13 @@ def test_a_diverged_layer_that_is_merged_with_this_one_is_refused(value):
 def test_layers_that_an_engine_merges_share_the_largest_weight():
     torch.manual_seed(0)
     model = Attention()
+    # Far above all others, which `nn.Linear` draws below 1 / 8.
     model.k_proj.weight.data[0, 0] = 7.0
     apply_quantization(model, NVFP4)
 
     scales = global_scales(model)
 
+    # 448 is the largest float8, 6 the largest 4-bit float.
     assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] == 448 * 6 / 7.0
     # Control: a layer of its own.
     assert scales["o_proj"] > scales["q_proj"]
@@ -95,9 +100,11 @@ def test_quantized_values_follow_the_largest_weight_of_another_layer():
     model = apply_quantization(Attention(), NVFP4)
     low_bit_store(model).will_be_told()
     before = model.q_proj.low_bit()
+    # The premise: it is kept while nothing changes.
     assert model.q_proj.low_bit() is before
 
     with torch.no_grad():
+        # A write to v alone. The bytes of q change with it.
         model.v_proj.weight[0, 0] = 14.0
 
     assert model.q_proj.low_bit().tensors["weight_global_scale"].item() == 448 * 6 / 14.0

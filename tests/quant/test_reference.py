@@ -16,6 +16,7 @@ def many_weights(seed):
     def noise(scale=1.0):
         return scale * torch.randn(128, 1024, generator=rng)
 
+    # All bit patterns, so denormals and huge numbers are as common as ordinary ones.
     patterns = torch.randint(-(2**15), 2**15, (128, 1024), generator=rng, dtype=torch.int16).view(torch.bfloat16)
 
     kinds = (
@@ -34,6 +35,7 @@ def many_weights(seed):
 def parts(weight, scheme):
     """`many_weights` as they are, or, where one scale stands above all others, kind by kind."""
     if has_global_scale(scheme):
+        # Heavy tails would set the global scale, and all other kinds would round to zero.
         return weight.split(128)
     return (weight,)
 
@@ -66,7 +68,9 @@ def test_a_million_weights_have_the_bytes_of_compressed_tensors(weight, scheme, 
 def test_scales_of_other_weights_give_the_bytes_of_compressed_tensors(weight, scheme, group_size, factor):
     """Quantized values saturate; the zero point is then another one too."""
     resolved = resolve_scheme(scheme, group_size)
+    # A quarter of each kind is enough, and takes a quarter of the time.
     weight = weight[::4].contiguous()
+    # Scales of other rows and half a group further: a quarter and three times as large as they should be.
     others = weight.roll((3, 64), (0, 1)) * factor
     scale, zero_point = observed(others, resolved)
 
@@ -99,18 +103,19 @@ def float8_without_a_sign_of_zero(quotient):
 @pytest.mark.parametrize(
     ("scheme", "name", "other"),
     [
-        (
-            "W4A16_ASYM",
-            "in_units_of_scale",
-            divide_in_float32,
-        ),  # the quotient unrounded before the zero point is added
+        # The quotient unrounded before the zero point is added.
+        ("W4A16_ASYM", "in_units_of_scale", divide_in_float32),
+        # Zeros that keep their sign, and numbers that round to zero and lose it.
         ("FP8_DYNAMIC", "fp8_quantized", float8_with_negative_zeros),
         ("FP8_DYNAMIC", "fp8_quantized", float8_without_a_sign_of_zero),
+        # 135 leaves the value plus 7 where plus 8 is stored, and above 256 bfloat16 numbers are 2 apart.
         ("W4A16", "_INT4_BIAS", 135.0),
         ("W4A16", "_INT4_BIAS", 264.0),
+        # The largest number in the place of the largest magnitude, and a range without its lowest value.
         ("W8A16", "absmax", lambda blocks: blocks.amax(-1)),
         ("W4A8", "int_quantized", lambda quotient, bits: quotient.round().clamp(-7, 7).to(torch.int8)),
-        ("W8A8", "int_quantized", lambda quotient, bits: quotient.clamp(-128, 127).to(torch.int8)),  # cut off
+        # Cut off, not rounded.
+        ("W8A8", "int_quantized", lambda quotient, bits: quotient.clamp(-128, 127).to(torch.int8)),
     ],
 )
 def test_another_arithmetic_gives_other_bytes(weight, monkeypatch, scheme, name, other):
@@ -140,6 +145,7 @@ def numbers():
 def test_every_number_has_the_bytes_of_compressed_tensors(numbers, scheme):
     """With a scale of one, so that the number is the quotient."""
     resolved = resolve_scheme(scheme)
+    # One scale a row, which is then 1 everywhere.
     resolved.weights.strategy = "channel"
     resolved.weights.group_size = None
     # The last row is infinite.
@@ -173,6 +179,7 @@ def test_every_number_has_the_bytes_of_compressed_tensors_with_every_zero_point(
 @pytest.mark.parametrize("width", [1, 130, 384])
 def test_absmax_is_the_largest_magnitude(width):
     rows = normal(64, width, seed=width, dtype=torch.bfloat16)
+    # Zeros of one sign, a denormal, and both infinities at the ends of a row.
     rows[0] = -0.0
     rows[1] = 2.0**-133
     rows[2, -1] = -float("inf")

@@ -45,12 +45,14 @@ def test_every_preset_is_either_supported_as_it_is_or_refused_by_name(name):
             resolve_scheme(name)
         return
 
+    # Names are taken in any case.
     resolved = resolve_scheme(name.lower())
 
     row = SUPPORTED[name]
     assert support_of(resolved) is row
     assert resolved.format.value == row.format
     expected = preset_name_to_scheme(name, targets=["Linear"])
+    # A preset has no format before a model is compressed.
     expected.format = resolved.format
     assert resolved == expected
 
@@ -65,6 +67,7 @@ def test_group_size_is_chosen_and_nothing_else(name, size):
 
     assert effective_group_size(resolved) == (None if size == -1 else size)
     assert support_of(resolved).name == name
+    # A group size of -1 changes both: one scale a row is another strategy.
     grouping = {"strategy", "group_size"}
     assert resolved.weights.model_dump(exclude=grouping) == preset.weights.model_dump(exclude=grouping)
     assert resolved.input_activations == preset.input_activations
@@ -79,6 +82,7 @@ def test_a_group_size_that_the_scheme_does_not_take_is_refused(scheme, group_siz
 @pytest.mark.parametrize(
     ("weights", "activations"),
     [
+        # Each is a step away from a scheme that runs.
         (INT4 | {"group_size": 16}, None),
         (INT4 | {"type": "float"}, None),
         (INT4 | {"group_size": 64}, FP8_TOKEN),
@@ -110,6 +114,7 @@ def test_words_tell_schemes_apart():
 
 CONFIGS = {
     "one scheme": QuantizationConfig(config_groups={"W4A16": ["Linear"]}, ignore=["lm_head"]),
+    # Layers that two or three groups match, so the order of precedence decides.
     "name before pattern before class": QuantizationConfig(
         config_groups={
             "W8A16": ["Linear"],
@@ -124,16 +129,23 @@ CONFIGS = {
 @pytest.mark.parametrize("case", list(CONFIGS))
 def test_each_layer_takes_the_scheme_that_compressed_tensors_gives_it(case):
     config = CONFIGS[case]
+    # Names and classes decide, and not values.
     with torch.device("meta"):
         model = make_model()
         theirs = make_model()
 
-    schemes = {name: scheme_for(name, module, config) for name, module in model.named_modules()}
+    schemes = {}
+    for name, module in model.named_modules():
+        scheme = scheme_for(name, module, config)
+        if scheme is not None:
+            schemes[name] = scheme
 
     apply_quantization_config(theirs, config)
-    expected = {name: getattr(module, "quantization_scheme", None) for name, module in theirs.named_modules()}
-    expected = {name: scheme for name, scheme in expected.items() if scheme is not None}
-    assert {name: scheme for name, scheme in schemes.items() if scheme is not None} == expected
+    expected = {}
+    for name, module in theirs.named_modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            expected[name] = module.quantization_scheme
+    assert schemes == expected
     assert len({describe_scheme(scheme) for scheme in expected.values()}) == len(config.config_groups)
 
 

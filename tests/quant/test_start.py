@@ -1,5 +1,6 @@
 """`qarl_trl.quant.start` and `source`: checkpoints of llm-compressor and our own, as master weights or frozen."""
 
+import fnmatch
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ from qarl_trl.quant.source import quantized_source
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.validate.source import find_source
 from quant.schemes import same_tensors
+from quant.toy_layers import names_of
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -35,6 +37,7 @@ QUANTIZED_ACTIVATIONS = ("fp8", "gptq_fp8", "recipe", "w8a8", "w4a8", "block")
 
 def calibration_rows():
     torch.manual_seed(0)
+    # The model is random, so random tokens calibrate it as well as any text.
     rows = torch.randint(2, 40, (16, 32))
     return Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()})
 
@@ -143,9 +146,11 @@ def test_master_weights_are_what_transformers_decompresses_and_nothing_else(chec
     path = str(checkpoints(method))
     model = load_master_weights(path, dtype=torch.bfloat16)
 
+    # transformers' own way: low-bit layers, which decompress in their first forward.
     decompressed = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         expected = decompressed(TOKENS).logits  # the first forward decompresses
+        # With quantized inputs its forward computes something else than a plain model of the same weights.
         if method not in QUANTIZED_ACTIVATIONS:
             assert torch.equal(model(TOKENS).logits, expected)
     values = decompressed.state_dict()
@@ -158,6 +163,7 @@ def test_master_weights_are_what_transformers_decompresses_and_nothing_else(chec
     assert not hasattr(model.config, "quantization_config")
     assert not getattr(model, "is_quantized", False)
     assert model.name_or_path == path
+    # compressed-tensors puts a forward of its own on each low-bit module.
     assert not any("forward" in module.__dict__ for module in model.modules())
 
     # Control: the weights before they were quantized.
@@ -184,13 +190,13 @@ def test_master_weights_of_experts_are_their_dequantized_ones(tiny_model, tmp_pa
 
     loaded = load_master_weights(str(tmp_path))
 
-    experts = {name: module for name, module in quantized_modules(model) if isinstance(module, QuantExperts)}
-    assert experts
-    for name, module in experts.items():
-        for parameter in module.gatherable:
-            master_weight = loaded.get_submodule(name).get_parameter(parameter)
-            expected = dequantize(module.low_bit(parameter)).float()
-            assert torch.equal(master_weight.flatten(0, -2), expected)
+    (name,) = fnmatch.filter(names_of(model), "*.experts")
+    experts = model.get_submodule(name)
+    assert isinstance(experts, QuantExperts)
+    for parameter in experts.gatherable:
+        master_weight = loaded.get_submodule(name).get_parameter(parameter)
+        expected = dequantize(experts.low_bit(parameter)).float()
+        assert torch.equal(master_weight.flatten(0, -2), expected)
 
 
 def test_an_unquantized_model_has_no_source(unquantized):
@@ -211,6 +217,7 @@ def test_a_sub_folder_of_a_local_folder(checkpoints, tmp_path):
 
     for param, expected in zip(by_subfolder.parameters(), by_path.parameters(), strict=True):
         assert torch.equal(param, expected)
+    # It is read from the sub-folder, too.
     assert by_subfolder.generation_config.to_dict() == by_path.generation_config.to_dict()
 
     args = config(tmp_path / "run", model_init_kwargs={"subfolder": "inner"}, quant_scheme="W4A16")
@@ -230,10 +237,12 @@ def test_a_frozen_model_gives_the_file_back_byte_for_byte(checkpoints, method, t
 
     save_low_bit(model, None, tmp_path / "again")
 
+    # What GPTQ and AWQ found is in the bytes. Rounding the dequantized weights again would lose it.
     stored = load_file(path / WEIGHTS)
     assert same_tensors(load_file(tmp_path / "again" / WEIGHTS), stored)
     assert dict(iter_low_bit_weights(model)).keys() == stored.keys()
     if method not in QUANTIZED_ACTIVATIONS:
+        # Weight-only schemes multiply by the dequantized weight, so both models compute the same.
         expected = load_master_weights(str(path), dtype=torch.bfloat16)(TOKENS).logits
         assert torch.equal(model(TOKENS).logits, expected)
 
@@ -278,6 +287,7 @@ def test_a_tensor_of_a_wrong_shape_is_named(broken, method, local, rows, columns
     name = f"{LAYER}.{local}"
 
     def cut(tensors):
+        # A clone, because safetensors stores no view.
         tensors[name] = tensors[name][:rows, :columns].clone()
 
     folder = broken(cut, method)
@@ -309,6 +319,7 @@ def test_a_second_file_of_weights_beside_the_checkpoint_is_not_read(copied):
     """A backup whose name sorts after the weights would have replaced them."""
     folder = copied()
     expected = load_master_weights(str(folder)).state_dict()
+    # Of the same names and shapes, so that nothing but the values could give it away.
     zeros = {name: torch.zeros_like(tensor) for name, tensor in load_file(folder / WEIGHTS).items()}
     save_file(zeros, folder / "model_old.safetensors")
 

@@ -18,7 +18,7 @@ from torch import nn
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight
 from qarl_trl.quant.layers.lora import merged_weight
 from qarl_trl.quant.quantize import dequantize
-from quant.schemes import NVFP4, same_tensors
+from quant.schemes import NVFP4, names_in, same_tensors
 from quant.toy_layers import IN, OUT, make_input, make_layer, make_model, record_quantizations
 
 
@@ -46,6 +46,7 @@ class AliasWriter(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for param in group["params"]:
+                # `param.data` is another tensor in the same memory, with a version of its own.
                 param.data.mul_(3)
 
 
@@ -60,7 +61,8 @@ def test_a_layer_is_quantized_once_per_optimizer_step(monkeypatch):
     low_bit_store(model).follow(optimizer)
 
     for step in range(1, 4):
-        for _ in range(3):  # accumulation, old log-probs
+        # Micro-batches that accumulate, and a pass for the old log-probs.
+        for _ in range(3):
             layer(make_input(2)).sum().backward()
             layer.low_bit()
 
@@ -78,11 +80,13 @@ def test_a_store_that_follows_sees_what_a_parameter_does_not_show(make_optimizer
     store.follow(optimizer)
     layer(make_input(2)).sum().backward()
     before = layer.low_bit()
+    # All that a parameter shows of itself.
     address_and_version = (layer.weight.data_ptr(), layer.weight._version)
 
     optimizer.step()
 
-    assert (layer.weight.data_ptr(), layer.weight._version) == address_and_version  # the premise
+    # The premise: the step left no trace. If it fails, torch counts such writes, and the store need not be told.
+    assert (layer.weight.data_ptr(), layer.weight._version) == address_and_version
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
     assert not same_tensors(layer.low_bit().tensors, before.tensors)
 
@@ -96,7 +100,8 @@ def test_a_store_that_follows_sees_what_a_parameter_does_not_show(make_optimizer
 
 def test_a_store_follows_an_optimizer_that_accelerate_prepared(monkeypatch):
     """In a training loop of one's own."""
-    for state in (AcceleratorState, PartialState):  # which accelerate keeps for the whole process
+    # accelerate keeps its state for the whole process, and other tests may have set it.
+    for state in (AcceleratorState, PartialState):
         monkeypatch.setattr(state, "_shared_state", {})
     model = make_model()
     layer = model[0]
@@ -120,6 +125,7 @@ def test_a_store_that_nobody_tells_of_steps_makes_trained_weights_again(monkeypa
 
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
     assert not same_tensors(layer.low_bit().tensors, before.tensors)
+    # One before the step, and one for each of the two questions after it.
     assert len(quantizations) == 3
 
     # Control: what is not trained is kept.
@@ -162,6 +168,7 @@ def test_a_frozen_layer_follows_the_shared_global_scale_of_a_trained_one():
     """A fused optimizer writes like `AliasWriter`, and is the default of transformers."""
     model = apply_quantization(Attention(), NVFP4)
     model.q_proj.requires_grad_(False)
+    # Trained are k and v. Tripled, they set the scale of q as well, whose own weight stays.
     optimizer = AliasWriter([*model.k_proj.parameters(), *model.v_proj.parameters()])
     low_bit_store(model).follow(optimizer)
     before = model.q_proj.low_bit().tensors["weight_global_scale"].clone()
@@ -189,6 +196,7 @@ def change_in_place(layer):
 
 
 def change_by_loading(layer):
+    # It copies in place, which raises the version.
     layer.load_state_dict({"weight": torch.randn(OUT, IN)})
 
 
@@ -205,6 +213,7 @@ def change_to_a_new_parameter_in_the_old_place(layer):
     old = layer.weight
     layer.weight = nn.Parameter(old.data)
     with torch.no_grad():
+        # A new parameter begins at version 0, and FSDP's has been written as often as the one before.
         while layer.weight._version < old._version:
             layer.weight.normal_()
 
@@ -243,6 +252,7 @@ def test_what_is_forgotten_is_freed_and_made_again():
     model = make_model()
     layer = model[0]
     store = told_store(model)
+    # Weak, because a strong reference here would keep alive what must be freed.
     quantized = weakref.ref(layer.low_bit().quantized)
     layer.weight.data.mul_(-1)
     assert is_low_bit_form_of(layer.low_bit(), -layer.weight)  # control: the write alone does not show
@@ -267,6 +277,7 @@ def test_sync_and_file_take_the_weights_as_they_are():
     layer.weight.data.copy_(torch.randn(OUT, IN))
     assert layer.low_bit() is before  # control: the write leaves no trace
 
+    # A sync may not trust what is kept.
     sent = dict(store.tensors())
 
     assert torch.equal(sent["0.weight_packed"], quantize_weight(layer.weight, layer.scheme).quantized)
@@ -280,6 +291,7 @@ def lora_model():
     model = get_peft_model(nn.Sequential(nn.Linear(IN, OUT)), LoraConfig(r=4, lora_alpha=16, target_modules=["0"]))
     layer = model.base_model.model[0]
     with torch.no_grad():
+        # peft begins with zeros, which would make the merged weight the base.
         layer.lora_B["default"].weight.normal_(std=0.05)
     apply_quantization(model, "W4A16")
     return model, layer
@@ -311,6 +323,7 @@ def test_sync_and_file_take_every_source_of_a_merged_weight_as_it_is(source):
 def test_after_a_sync_the_reference_model_has_the_base_as_it_is():
     model, layer = lora_model()
     store = told_store(model)
+    # The empty name is the base without an adapter, which the reference model multiplies by.
     before = layer.low_bit("")
     layer.base_layer.weight.data.mul_(-1)
 
@@ -364,6 +377,7 @@ def test_the_weights_of_a_deleted_layer_are_freed():
 
 def test_a_layer_that_never_ran_in_low_bits_is_named():
     model = apply_quantization(make_causal_model(num_hidden_layers=1), "W4A16")
+    # Before the first forward: all seven linear layers of a block.
     assert len(low_bit_store(model).bypassed_layers()) == 7
     model(TOKENS)
     assert low_bit_store(model).bypassed_layers() == []
@@ -397,7 +411,8 @@ def test_a_copied_model_has_a_store_of_its_own():
 
     twin_store = low_bit_store(twin)
     assert twin_store is not store
-    assert all(layer.store is twin_store for layer in twin)
+    for layer in twin:
+        assert layer.store is twin_store
     assert twin_store.model is twin
     assert twin_store.kept() == {}
 
@@ -438,6 +453,7 @@ def test_a_pickled_model_makes_its_low_bit_weights_again():
     store = twin[0].store
     assert twin[1].store is store
     assert store is not model[0].store
+    # A pickle may hold any part of a model, so which one is the whole must be said.
     with pytest.raises(RuntimeError, match=r"no model. Call `store.attach\(model\)`"):
         store.kept()
 
@@ -451,6 +467,7 @@ def test_a_pickled_model_makes_its_low_bit_weights_again():
 
 def test_a_part_that_asks_first_does_not_keep_the_store_of_an_unpickled_model():
     model = pickle.loads(pickle.dumps(two_layer_model()))
+    # Asking must attach nothing: names would count from the part then.
     low_bit_store(model[1])
 
     store = low_bit_store(model)
@@ -467,14 +484,14 @@ def test_names_count_from_the_attached_model():
     store = model[0].store
 
     store.attach(outer)
-    assert [name for name, _ in store.layers()] == ["policy.0", "policy.1"]
-    assert next(name for name, _ in store.tensors()) == "policy.0.weight_packed"
+    assert names_in(store.layers()) == ["policy.0", "policy.1"]
+    assert names_in(store.tensors())[0] == "policy.0.weight_packed"
     assert low_bit_store(model) is store  # finding it again attaches nothing
     assert store.model is outer
 
     # Control: the model alone.
     store.attach(model)
-    assert [name for name, _ in store.layers()] == ["0", "1"]
+    assert names_in(store.layers()) == ["0", "1"]
 
 
 def test_a_store_does_not_keep_its_model_alive():
@@ -485,6 +502,7 @@ def test_a_store_does_not_keep_its_model_alive():
     reference = weakref.ref(model)
     assert store.kept().keys() == {"0.weight"}  # control: while the model lives
 
+    # Layers know their store. If it held the model as well, a deleted model would wait for the collector.
     del model
     gc.collect()
 

@@ -1,5 +1,6 @@
 """`qarl_trl.quant.stream`: the one stream that sync and export read."""
 
+import fnmatch
 from contextlib import contextmanager
 
 import pytest
@@ -9,11 +10,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantized_modules
 from qarl_trl.quant.layers import matmul
-from quant.schemes import NAMES
+from quant.schemes import NAMES, copies, names_in
+from quant.toy_layers import low_bit_parameters_of
 
 
 PACKED = ["weight_packed", "weight_scale", "weight_shape"]
 # The tensors of a low-bit layer, in the order of the stream.
+# Written out, because a wrong name is one that vLLM does not load.
 TENSORS_OF_LAYER = {
     "W4A16": PACKED,
     "W4A16_ASYM": [*PACKED, "weight_zero_point"],
@@ -32,14 +35,15 @@ TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
 def expected_names(model, scheme):
     """Module order, each low-bit layer's tensors where its weight was."""
-    low_bit_weights = {f"{name}.weight" for name, _ in quantized_modules(model)}
+    low_bit_weights = low_bit_parameters_of(model)
 
     names = []
     for name, _ in model.named_parameters():
-        if name in low_bit_weights:
-            names += [name.removesuffix("weight") + tensor for tensor in TENSORS_OF_LAYER[scheme]]
-        else:
+        if name not in low_bit_weights:
             names.append(name)
+            continue
+        for tensor in TENSORS_OF_LAYER[scheme]:
+            names.append(name.removesuffix("weight") + tensor)
     return names
 
 
@@ -57,7 +61,7 @@ def test_names_and_dtypes_are_those_of_the_checkpoint(tiny_model, kind, scheme):
 
     stream = list(iter_low_bit_weights(model))
 
-    assert [name for name, _ in stream] == expected_names(model, scheme)
+    assert names_in(stream) == expected_names(model, scheme)
     for name, tensor in stream:
         assert tensor.dtype == expected_dtype(name, scheme), name
         assert not tensor.requires_grad
@@ -78,6 +82,7 @@ def record_multiplied_tensors(model, monkeypatch):
     def recorded(x, bias, low_bit, *rest):
         master_weight = rest[-1]
         for tensor_name, tensor in low_bit.tensors.items():
+            # The last argument of the product is the master weight, which gets the gradient: by it the layer is known.
             multiplied[f"{names[id(master_weight)]}.{tensor_name}"] = tensor
         return apply(x, bias, low_bit, *rest)
 
@@ -91,6 +96,7 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
     model = apply_quantization(tiny_model(**SIZES), scheme)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     low_bit_store(model).follow(optimizer)
+    # Two steps, so that something is kept that could be stale.
     for _ in range(2):
         train_one_step(model, optimizer)
     stale = dict(iter_low_bit_weights(model))
@@ -102,10 +108,11 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, monk
 
     assert len(multiplied) == 14 * len(TENSORS_OF_LAYER[scheme])
     for name, tensor in multiplied.items():
+        # The same object, and not only equal bytes.
         assert stream[name] is tensor, name
 
     # Control: the quantized values before the last step.
-    values = [name for name in multiplied if name.endswith(TENSORS_OF_LAYER[scheme][0])]
+    values = fnmatch.filter(multiplied, f"*.{TENSORS_OF_LAYER[scheme][0]}")
     assert len(values) == 14
     for name in values:
         assert not torch.equal(stale[name].view(torch.uint8), stream[name].view(torch.uint8)), name
@@ -117,8 +124,12 @@ def test_what_is_not_quantized_is_a_bfloat16_copy(tiny_model, dtype):
     model = apply_quantization(tiny_model("qwen2", dtype=dtype), "W4A16")
     parameters = dict(model.named_parameters())
 
-    plain = {name: tensor for name, tensor in iter_low_bit_weights(model) if name in parameters}
+    plain = {}
+    for name, tensor in iter_low_bit_weights(model):
+        if name in parameters:
+            plain[name] = tensor
 
+    # Control: the head, a norm and a bias are among them.
     assert {"lm_head.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"} <= plain.keys()
     for name, tensor in plain.items():
         assert torch.equal(tensor, parameters[name].detach().bfloat16())
@@ -137,12 +148,14 @@ def test_a_tied_head_is_sent_once(tiny_model):
 
 def test_persistent_buffers_follow_in_their_own_dtype():
     model = nn.Sequential(nn.Linear(128, 8), nn.BatchNorm1d(8))
+    # No checkpoint has it.
     model.register_buffer("cache", torch.ones(3), persistent=False)
 
     stream = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
 
     assert stream["1.running_mean"].dtype == torch.float32
     assert stream["1.num_batches_tracked"].dtype == torch.int64
+    # A copy: an engine keeps references, and a forward in training writes to it.
     assert stream["1.running_mean"].data_ptr() != model[1].running_mean.data_ptr()
     assert "cache" not in stream
 
@@ -180,8 +193,9 @@ def test_parameters_are_read_where_they_are_whole():
     expected = dict(iter_low_bit_weights(model))
     gather = EmptyOutsideOfGather(model)
 
-    stream = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model, gather)}
+    stream = copies(iter_low_bit_weights(model, gather))
 
+    # The weight and the bias, one after the other: ZeRO-3 never holds more than one whole.
     assert gather.gathered == [1, 1]
     assert stream.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -195,9 +209,9 @@ def test_the_wrapper_of_activation_checkpointing_is_not_in_the_names():
     wrapped = nn.ModuleDict({"_checkpoint_wrapped_module": nn.Sequential(nn.Linear(128, 8))})
     model = apply_quantization(nn.ModuleDict({"layer": wrapped}), "W4A16")
 
-    names = [name for name, _ in iter_low_bit_weights(model)]
+    names = names_in(iter_low_bit_weights(model))
 
-    assert names == [f"layer.0.{name}" for name in (*PACKED, "bias")]
+    assert names == ["layer.0.weight_packed", "layer.0.weight_scale", "layer.0.weight_shape", "layer.0.bias"]
 
 
 def test_a_buffer_under_activation_checkpointing_is_sent():
@@ -213,4 +227,4 @@ def test_a_buffer_under_activation_checkpointing_is_sent():
 def test_a_layer_that_is_the_whole_model_has_the_names_of_its_parameters():
     layer = apply_quantization(nn.Sequential(nn.Linear(128, 8)), "W4A16")[0]
 
-    assert [name for name, _ in iter_low_bit_weights(layer)] == [*PACKED, "bias"]
+    assert names_in(iter_low_bit_weights(layer)) == [*PACKED, "bias"]

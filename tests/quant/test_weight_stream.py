@@ -22,6 +22,7 @@ def test_a_process_whose_send_failed_still_reads_all_weights():
         next(iter(weights))
         raise ValueError("no memory")
     assert read == ["a", "b", "c"]
+    # Three float32 numbers.
     assert weights.bytes_read == 3 * 4
 
     # Control: Ctrl-C stops at once.
@@ -50,4 +51,5 @@ def test_the_error_of_a_send_stays_visible_if_reading_fails_too():
     with pytest.raises(KeyError, match="gather") as failure, WeightStream(broken()).read_to_the_end():
         raise ValueError("no memory")
 
+    # Python prints both: the one of the send is the cause that a user must see.
     assert isinstance(failure.value.__context__, ValueError)

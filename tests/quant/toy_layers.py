@@ -8,7 +8,7 @@ from qarl_trl.quant import apply_quantization, quantize_weight, quantized_module
 from qarl_trl.quant.gemms import activations
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import support_of
-from quant.schemes import WEIGHT_ONLY
+from quant.schemes import WEIGHT_ONLY, names_in
 
 
 IN = 128  # one group of W4A16
@@ -28,11 +28,26 @@ LINEARS = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in LAYER]
 
 def names_of(model):
     """The names of the low-bit layers."""
-    return [name for name, _ in quantized_modules(model)]
+    return names_in(quantized_modules(model))
+
+
+def low_bit_parameters_of(model):
+    """The names of the parameters that a checkpoint has in low bits."""
+    return {f"{name}.weight" for name in names_of(model)}
+
+
+def trained_parameters(model):
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def names_with_gradient(model):
+    """The names of the parameters that a backward has reached."""
+    return [name for name, param in model.named_parameters() if param.grad is not None]
 
 
 def make_model(scheme="W4A16", bias=False, dtype=torch.float32, **options):
     """A model of one low-bit layer, `IN` to `OUT`."""
+    # `nn.Linear` draws from torch's own generator, so all layers of one form are equal.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, OUT, bias=bias).to(dtype))
     return apply_quantization(model, scheme, **options)
@@ -58,6 +73,7 @@ def quantized_input(scheme, x):
         return x
 
     # Each function takes the dtype that the gemm of its scheme quantizes.
+    # A token is a row of the last dimension, whatever stands before it.
     rows = x.flatten(0, -2)
     if scheme == "W4A8":
         quantized, scale = activations.quantize_tokens_int8_asymmetric(rows.bfloat16())

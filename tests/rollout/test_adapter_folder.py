@@ -32,6 +32,7 @@ def other(tmp_path):
 def test_what_a_killed_run_left_is_removed_by_the_next_and_a_living_ones_is_not(tmp_path, other):
     process, folder = other
     (folder / "adapter_model.safetensors").write_text("weights")
+    # The other process lives, so its folder is locked.
     own = AdapterFolder(str(tmp_path))
     assert folder.exists()
 
@@ -66,6 +67,7 @@ def test_a_run_that_ends_leaves_nothing(tmp_path):
 # 1000 numbers of 2 bytes, twice.
 @pytest.mark.parametrize(("free", "place"), [(4001, "/dev/shm"), (4000, None)])
 def test_an_adapter_goes_to_memory_where_it_fits_and_else_to_disk(monkeypatch, free, place):
+    # Only the factors count, and not the base beside them.
     parameters = [("q.lora_A.weight", torch.empty(1000)), ("q.weight", torch.empty(9**6))]
     model = SimpleNamespace(named_parameters=lambda: parameters)
     monkeypatch.setattr("os.path.isdir", lambda path: True)

@@ -21,6 +21,7 @@ from qarl_trl.validate import check_arguments
 
 
 ROOT = Path(__file__).resolve().parents[2]
+# Intel's generations: before AVX2, AVX2, another AVX-512, the one that is needed, with bfloat16, with AMX.
 SANDY_BRIDGE = frozenset({"fpu", "avx"})
 HASWELL = SANDY_BRIDGE | {"avx2", "f16c", "fma"}
 KNIGHTS_LANDING = HASWELL | {"avx512f", "avx512cd", "avx512er", "avx512pf"}
@@ -40,6 +41,7 @@ def a_cpu(monkeypatch):
     """Let this process run on a CPU with the flags given; all that a choice changes is put back afterwards."""
     # The tests' own CPU may be replaced in conftest.py, and a choice may have been made.
     monkeypatch.setattr(cpu_support, "why_no_engine", why_no_engine)
+    # `choose_arithmetic` may have wrapped it for this CPU.
     monkeypatch.setattr(torch, "_scaled_mm", getattr(torch._scaled_mm, "__wrapped__", torch._scaled_mm))
     for name in ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_ATTN_SPLIT_KV"):
         monkeypatch.delenv(name, raising=False)
@@ -56,6 +58,7 @@ def test_the_flags_are_those_of_the_first_core(tmp_path):
     x86 = tmp_path / "x86"
     x86.write_text(cpuinfo(SAPPHIRE_RAPIDS))
     arm = tmp_path / "arm"
+    # ARM calls its flags features.
     arm.write_text("processor\t: 0\nFeatures\t: fp asimd bf16\n")
     missing = tmp_path / "missing"
 
@@ -140,6 +143,7 @@ def test_make_asks_before_it_installs_anything(tmp_path):
     (tmp_path / "old").write_text(cpuinfo(SANDY_BRIDGE))
     (tmp_path / "new").write_text(cpuinfo(HASWELL))
 
+    # As `make` finds the CPU, but from a file, and with a folder for packages that must stay empty.
     def make(target, cpu_name):
         command = ["make", target, f"CPUINFO={tmp_path / cpu_name}", f"VENV={tmp_path / 'venv'}"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -153,5 +157,6 @@ def test_make_asks_before_it_installs_anything(tmp_path):
     # This one has AVX2, but a real model is sampled in W4A16.
     assert "AVX-512 for W4A16" in make("real-model", "new").stderr
 
+    # `make` asks this machine for its kind, which no file says.
     expected = 0 if cpu_support.platform.machine() == "x86_64" else 2
     assert make("engine", "new").returncode == expected

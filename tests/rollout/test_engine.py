@@ -23,6 +23,7 @@ def generation(order=None, sleep=False, due=lambda number: True):
     """
     order = [] if order is None else order
 
+    # Past TRL's constructor, which would start vLLM.
     engine = object.__new__(LowBitVLLMGeneration)
     engine.mode = "colocate"
     engine.tensor_parallel_size = 1
@@ -34,6 +35,7 @@ def generation(order=None, sleep=False, due=lambda number: True):
     engine.llm = SimpleNamespace(wake_up=lambda tags: order.append(f"wake {tags}"))
     engine.reset_clock()
 
+    # Two float32 numbers: a sync has 8 bytes.
     engine._iter_named_params = lambda: iter([("a", torch.zeros(2))])
     engine._send = lambda weights: order.append("send")
     engine.sync_check = SimpleNamespace(
@@ -54,6 +56,7 @@ def let_trl_return_the_prompts(monkeypatch):
 
 def parameters(monkeypatch, of_user, mode="colocate", of_trainer=()):
     """What the engine adds to vLLM's `SamplingParams`, with the `generation_kwargs` of a user."""
+    # TRL's constructor keeps its arguments as attributes, and then starts the engine.
     monkeypatch.setattr(VLLMGeneration, "__init__", lambda self, model, **kwargs: vars(self).update(kwargs))
     engine = LowBitVLLMGeneration(
         None, quantization_config=None, mode=mode, stop_token_ids=of_trainer, generation_kwargs=of_user
@@ -122,6 +125,7 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(start):
     """Level-2 sleep would leave nothing to look at."""
     order = []
     engine = generation(order, sleep=True)
+    # With one process it would choose a port.
     engine.accelerator = SimpleNamespace(num_processes=2, process_index=1)
     engine.seed = 5
 
@@ -131,6 +135,7 @@ def test_the_sync_check_sees_the_engine_before_trl_puts_it_to_sleep(start):
 
     start(engine, make_llm)
 
+    # Random weights first, by which the check sees whether a sync changes anything.
     assert order == ["dummy", "look", "sleep 2"]
 
 
@@ -140,6 +145,7 @@ def test_every_engine_of_every_run_has_a_seed_of_its_own(start, ranks, seeds):
     taken = []
     engine = generation()
     engine.tensor_parallel_size = ranks
+    # 3 x 4 engines, 3 x 2, 3 x 1: the ranks of one engine share a seed, and the next run begins where this one ends.
     engine.seed = 3
 
     for process in range(4):
@@ -195,6 +201,7 @@ def test_a_failed_check_refuses_the_engine():
 def test_a_sync_inside_of_a_generation_counts_as_a_sync(monkeypatch):
     """TRL syncs there an engine whose sleep discarded the weights."""
     engine = generation()
+    # Longer than all else here takes, also on a busy machine.
     engine._send = lambda weights: time.sleep(0.2)
 
     def sync_and_answer(self, prompts):
@@ -241,6 +248,7 @@ def test_an_engine_in_which_something_failed_is_refused(monkeypatch, error):
 
 def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
     def gather(row):
+        # This process is well, and the other one is not.
         return torch.tensor([row[0], True])
 
     engine = generation()

@@ -38,6 +38,7 @@ def test_the_engines_gemm_is_close_to_the_dequant_gemm(scheme, group_size):
 
     y, saved = gemm.forward(x, low_bit)
 
+    # Weight-only: the backward gets the input itself.
     assert saved[0] is x
     # Measured 5.2e-3 against 1.6e-3 of the dequant GEMM. Without AVX512_BF16 vLLM's kernel cuts weights and result off
     # to bfloat16 where a GEMM rounds (its bits are exactly those of the cut-off product); with it it is nearer.
@@ -65,6 +66,7 @@ def test_int8_of_the_engine_is_cut_off_where_the_plain_gemm_is_rounded(tokens, s
     y = product(gemm, x, low_bit, bias)
 
     quantized, scale = quantize_tokens_int8(x)
+    # Exact, in integers.
     sums = quantized.long() @ low_bit.quantized.long().t()
     exact = sums.float() * low_bit.scale.float().t() * scale
     if with_bias:
@@ -93,6 +95,7 @@ def test_the_bias_of_a_4_bit_layer_is_added_where_the_engine_adds_it(scheme):
 
     zeros = low_bit.tensors.get("weight_zero_point")
     if zeros is not None:
+        # The engine has zero points along the other dimension.
         zeros = zeros.t().contiguous()
     layer = low_bit.prepared["engine"]
     expected = ops.cpu_gemm_wna16(
@@ -131,6 +134,7 @@ def engine_layer_of_w4a8(low_bit, group_size, bias):
     from vllm.scalar_type import scalar_types
 
     layer = torch.nn.Module()
+    # vLLM's kernel asks for the attribute also where there is no bias.
     layer.register_parameter("bias", None)
     tensors = {"weight": low_bit.quantized, "weight_scale": low_bit.scale}
     if bias is not None:

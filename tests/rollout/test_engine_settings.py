@@ -21,7 +21,8 @@ def model(dense_model):
 
 
 def test_a_model_as_its_file_says_changes_nothing(model):
-    model.config.use_cache = False  # TRL sets it
+    # TRL sets it. It is a setting of the forward, which an engine does not read.
+    model.config.use_cache = False
 
     assert changed_config(model.config, False) == {}
 
@@ -29,6 +30,7 @@ def test_a_model_as_its_file_says_changes_nothing(model):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        # What a script may change after loading, and what an engine would otherwise read from the file.
         ("max_position_embeddings", 4096),
         ("rope_parameters", {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}),
         ("rms_norm_eps", 1e-3),
@@ -42,12 +44,14 @@ def test_a_value_that_was_changed_in_memory_is_told(model, name, value):
 
 
 def test_a_resized_embedding_is_told(model):
+    # transformers writes the new size into the config in memory alone.
     model.resize_token_embeddings(80)
 
     assert changed_config(model.config, False) == {"vocab_size": 80}
 
 
 def test_a_changed_part_with_a_config_of_its_own_is_refused(tmp_path):
+    # A config with parts, text and vision. No weights are needed to compare it.
     Qwen2_5_VLConfig().save_pretrained(tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert changed_config(config, False) == {}  # control
@@ -68,6 +72,7 @@ def test_a_loaded_model_with_parts_is_as_its_file_says(tmp_path):
     )
     LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
 
+    # In another dtype than the file says.
     loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
 
     assert loaded.config.vision_config.dtype != config.vision_config.dtype  # control

@@ -66,6 +66,7 @@ def test_every_scheme_has_a_gemm_on_cpu_and_the_engine_those_of_the_table(scheme
     ("scheme", "device", "choice", "words"),
     [
         ("FP8_DYNAMIC", "cpu", "dequant", ["'dequant'", "activation", "'auto'"]),
+        # A device for which no vLLM exists.
         ("W4A16", "meta", "engine", ["'engine'", "'meta'", "'auto'"]),
         ("W4A8", "cuda", "engine", ["'engine'", "W4A8", "'cuda'"]),
     ],
@@ -74,11 +75,13 @@ def test_a_gemm_that_is_not_there_is_an_error(scheme, device, choice, words):
     with pytest.raises(ValueError) as error:
         choose(choice, scheme, torch.device(device))
 
-    assert all(word in str(error.value) for word in words)
+    for word in words:
+        assert word in str(error.value)
 
 
 @pytest.mark.parametrize(("cpu_engine", "right", "wrong"), [(True, CPU, GPU), (False, GPU, CPU)])
 def test_the_engines_gemm_needs_a_vllm_for_the_device(monkeypatch, cpu_engine, right, wrong):
+    # One vLLM is installed: that for CPUs, or that for GPUs.
     monkeypatch.setattr(rollout_gemm, "is_cpu_engine", lambda: cpu_engine)
 
     assert choose("engine", "W4A16", right) == (EngineGemm, DequantGemm)

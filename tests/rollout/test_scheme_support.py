@@ -45,6 +45,7 @@ def test_a_frozen_base_on_a_cpu_needs_a_scheme_that_serves_adapters(tmp_path, sc
     args = config(tmp_path, use_vllm=True, quant_scheme=scheme, lora_base="frozen")
     arguments = {"peft_config": LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")}
 
+    # The only scheme of the CPU engine in which it serves no adapter.
     if scheme == "W8A8":
         with pytest.raises(ValueError, match="lora_base must be 'merged' with quant_scheme='W8A8' on a CPU"):
             check_arguments("org/model", args, arguments)
@@ -54,6 +55,7 @@ def test_a_frozen_base_on_a_cpu_needs_a_scheme_that_serves_adapters(tmp_path, sc
 
 def check_on_gpu(monkeypatch, scheme, capability=(9, 0), ranks=1, **engine):
     """`check_engine` as on a GPU of that capability."""
+    # All that is asked of a GPU, so none is needed.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     plan = single_group(resolve_scheme(scheme), ["Linear"], [])
     args = SimpleNamespace(
@@ -65,6 +67,7 @@ def check_on_gpu(monkeypatch, scheme, capability=(9, 0), ranks=1, **engine):
 def test_the_oldest_vllm_is_for_hopper(monkeypatch):
     check_on_gpu(monkeypatch, "W4A16", (8, 0))  # control: the installed version
 
+    # The oldest of the window.
     monkeypatch.setattr(scheme_support, "installed_version", lambda package: "0.26.0")
 
     check_on_gpu(monkeypatch, "W4A16", (9, 0))
@@ -85,7 +88,8 @@ def test_a_scheme_needs_a_gpu_that_has_a_kernel(monkeypatch, scheme, capability)
 
     message = str(error.value)
     if gpus:
-        assert all(words in message for words in [*gpus, str(capability)])
+        for words in (*gpus, str(capability)):
+            assert words in message
     else:
         assert "no GPU kernel" in message
 
@@ -98,6 +102,7 @@ def test_several_engine_ranks_scale_a_token_in_parts(monkeypatch, caplog, scheme
     check_on_gpu(monkeypatch, scheme)
     assert not caplog.text
 
+    # Each rank sees a part of a token, and takes the scale of that part.
     check_on_gpu(monkeypatch, scheme, ranks=2)
     assert (f"vllm_tensor_parallel_size=2 with {scheme}" in caplog.text) is warns
 

@@ -64,6 +64,14 @@ def run_doctor(capsys, *argv):
     return exit_code, statuses, printed
 
 
+def test_without_a_recipe_it_says_how_to_check_a_run(recipe, capsys):
+    _, _, printed = run_doctor(capsys)
+
+    assert printed.out.splitlines()[-1].endswith("qarl-trl doctor --config recipe.yaml")
+    # Control: where a run was checked it does not.
+    assert "Only the machine" not in run_doctor(capsys, "--config", recipe)[2].out
+
+
 # A run ---------------------------------------------------------------------------------------------------------------
 
 

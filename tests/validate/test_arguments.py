@@ -22,6 +22,7 @@ from qarl_trl.validate import arguments, check_arguments
 def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads(tmp_path, changes, kwargs, words):
     args = config(tmp_path, **changes)
 
+    # No model has this name, so a load would raise another error.
     with pytest.raises(ValueError, match=words):
         QaRLTrainer("no/such-model", reward_funcs=[], args=args, **kwargs)
 
@@ -49,6 +50,7 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     ("changes", "reader", "good"),
     [
         ({"use_vllm": False}, "GenerationConfig", "stop_strings"),
+        # The reader is vLLM's with an engine, and transformers' without one. The two name stop strings differently.
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "SamplingParams", "stop"),
     ],
 )
@@ -79,6 +81,7 @@ def test_an_optimizer_of_bitsandbytes_needs_it(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_loads(tmp_path, monkeypatch):
+    # As on a machine with trackio alone, whatever is installed here.
     monkeypatch.setattr(arguments, "get_available_reporting_integrations", lambda: ["trackio"])
 
     with pytest.raises(ImportError, match="report_to='wandb' needs wandb, which is not installed: pip install wandb"):
@@ -86,7 +89,7 @@ def test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_lo
     with pytest.raises(ValueError, match=r"report_to must be one of .*wandb.* got 'wandbb'"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=tracked(tmp_path, "wandbb"))
 
-    # Controls.
+    # Controls. transformers knows azure_ml and comet_ml, and does not list them among the installed ones.
     for names in ("none", "trackio", ["trackio", "azure_ml"], "comet_ml"):
         check_arguments("org/model", tracked(tmp_path, names), {"model": "org/model"})
     # A server, which gets the adapter alone.
@@ -102,6 +105,7 @@ def test_a_folder_with_an_unquantized_model_is_refused_before_the_run(tmp_path, 
     tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "low_bit")
     lora = LoraConfig(r=4, target_modules=["q_proj"])
 
+    # With an adapter the low-bit model goes into `low_bit`, without one into `output_dir` itself.
     with pytest.raises(ValueError, match="unquantized model"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=config(tmp_path), peft_config=lora)
     with pytest.raises(ValueError, match="unquantized model"):
@@ -119,6 +123,7 @@ def test_an_adapter_and_a_model_do_not_share_a_folder(tmp_path, tiny_model):
     save_low_bit(model, None, tmp_path / "model")
     get_peft_model(tiny_model(num_hidden_layers=1), lora).save_pretrained(tmp_path / "adapter")
 
+    # Both kinds of runs write their adapter into `output_dir`.
     for lora_base in ("merged", "frozen"):
         args = config(tmp_path / "model", lora_base=lora_base)
         with pytest.raises(ValueError, match=r"holds a model or a training checkpoint \(model\.safetensors\)"):
@@ -150,6 +155,7 @@ def test_a_model_that_no_step_would_change_is_refused(tmp_path, tiny_model, sche
     # Controls: something is trained.
     trainable = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter", is_trainable=True)
     check_arguments(trainable, args, {})
+    # The trainer itself puts a trainable adapter on top of this one.
     check_arguments(frozen, args, {"peft_config": lora})
 
 

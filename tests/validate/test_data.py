@@ -11,6 +11,7 @@ from qarl_trl.validate import check_data
 def test_fewer_prompts_than_a_rollout_batch_are_refused_with_the_arithmetic_before_a_model_loads(tmp_path):
     """TRL trains nothing then, and says that all is well."""
     args = config(tmp_path, per_device_train_batch_size=8, steps_per_generation=4, num_generations=4)
+    # 8 x 4 = 32 completions, 4 of each prompt, are 8 prompts.
     enough = Dataset.from_dict({"prompt": ["a"] * 8})
     too_few = enough.select(range(7))
 

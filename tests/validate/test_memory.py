@@ -21,13 +21,16 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, 
     args_in_bfloat16 = config(tmp_path, model_init_kwargs={"dtype": "bfloat16"})
     model_config = config_of(path, args)
     one_copy = 4 * sum(param.numel() for param in skeleton(model_config, args).parameters())  # bytes
+    # Processes of one machine, as `torchrun` names them. Each would load a copy.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
 
+    # One byte too few.
     monkeypatch.setattr(memory, "available_memory", lambda: 8 * one_copy - 1)
     with pytest.raises(ValueError, match="8 processes of this machine hold the model in float32.*fsdp2.yaml"):
         QaRLTrainer(path, reward_funcs=[], args=args)
     check_run(path, args, {})  # control: a server holds no master weights
 
+    # Half of it is enough for bfloat16, exactly.
     monkeypatch.setattr(memory, "available_memory", lambda: 4 * one_copy)
     check_host_memory(model_config, args_in_bfloat16)
 
@@ -41,6 +44,7 @@ def test_a_teacher_loads_beside_the_model(tmp_path, monkeypatch, tiny_model):
     tiny_model(num_hidden_layers=1).save_pretrained(model)
     make_tokenizer().save_pretrained(model)
     in_bfloat16 = str(tmp_path / "teacher")
+    # Larger than the model and in bfloat16, so that neither its size nor its dtype can be taken for the model's.
     tiny_model(num_hidden_layers=4).bfloat16().save_pretrained(in_bfloat16)
 
     def refused(free, teacher=None, peft_config=None, **changes):
@@ -54,6 +58,7 @@ def test_a_teacher_loads_beside_the_model(tmp_path, monkeypatch, tiny_model):
             return str(error)
         return None
 
+    # Bytes: 4 a parameter in float32, 2 in bfloat16.
     of_model = 4 * parameters(model)
     both = of_model + 2 * parameters(in_bfloat16)
     words = "1 processes of this machine hold the model in float32 and its teacher in bfloat16."
@@ -83,6 +88,7 @@ def test_free_memory_is_that_of_the_machine_or_its_control_group(tmp_path, monke
     monkeypatch.setattr(memory, "CGROUP_LIMIT", limit)
 
     without_group = available_memory()
+    # Control: a plausible number, not one of the files below.
     assert 2**26 < without_group <= psutil.virtual_memory().total
 
     limit.write_text("max\n")

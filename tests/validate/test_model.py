@@ -13,6 +13,7 @@ def test_a_model_that_is_nowhere_is_named(tmp_path):
 
 
 def test_a_folder_without_a_config_keeps_transformers_reason(tmp_path):
+    # It is a folder here, so our own words would be wrong.
     (tmp_path / "empty").mkdir()
 
     with pytest.raises((OSError, ValueError)) as error:

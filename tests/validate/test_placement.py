@@ -16,6 +16,7 @@ from qarl_trl.validate import check_arguments
 def launch(monkeypatch, args, sharding):
     """Make a run look as if `accelerate launch` had started it with FSDP of a version, or with DeepSpeed ZeRO-3."""
     if sharding == "zero3":
+        # Of the plugin the checks read the stage. The real one needs DeepSpeed.
         args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
     else:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -33,6 +34,7 @@ def test_one_process_with_several_gpus_is_refused_before_a_model_loads(tmp_path,
     """TRL's device_map="auto" would spread the model over them."""
     args = config(tmp_path)
 
+    # A property that counts the devices of this machine.
     monkeypatch.setattr(type(args), "n_gpu", 4)
     with pytest.raises(ValueError, match="one GPU, got 4.*accelerate launch"):
         QaRLTrainer("no/such-model", reward_funcs=[], args=args)
@@ -47,6 +49,7 @@ def test_one_process_with_several_gpus_is_refused_before_a_model_loads(tmp_path,
         ("1", "W4A16", "FSDP1"),
         ("2", "NVFP4A16", "global scale"),
         ("zero3", "NVFP4A16", "global scale"),
+        # Controls: what is sharded by whole groups, and a run that quantizes nothing.
         ("zero3", "W4A16", None),
         ("2", "W4A16", None),
         ("1", "none", None),
@@ -56,6 +59,7 @@ def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, shar
     args = config(tmp_path, quant_scheme=scheme)
     check_arguments("org/model", args, {})  # control: one process
 
+    # After the control, because the environment stays until the test ends.
     launch(monkeypatch, args, sharding)
 
     with refusal(words):
@@ -94,6 +98,7 @@ def test_shards_of_several_cpus_are_refused(tmp_path, monkeypatch, processes, wo
     """One process has nothing to shard."""
     args = config(tmp_path)
     launch(monkeypatch, args, "2")
+    # A property, so the class is patched.
     monkeypatch.setattr(type(args), "world_size", processes)
 
     with refusal(words):
@@ -105,6 +110,7 @@ def test_shards_of_several_cpus_are_refused(tmp_path, monkeypatch, processes, wo
 
 def test_accelerate_still_ignores_shards_on_cpus():
     """Why they are refused. If this fails, accelerate shards on CPUs, and the refusal can go."""
+    # accelerate has no function that says so: the list of the kinds that take an FSDP plugin is in the constructor.
     source = inspect.getsource(AcceleratorState.__init__)
     begin = source.index("DistributedType.MULTI_GPU,")
     kinds = source[begin : source.index("]", begin)]

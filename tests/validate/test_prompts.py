@@ -42,13 +42,14 @@ def check(model, tmp_path, data, **changes):
 # The check reads a thousand rows at once.
 @pytest.mark.parametrize("row", [2, 1200])
 def test_a_prompt_that_fills_the_context_is_refused_with_its_row_and_length(model, tmp_path, row):
+    # One token a character: 64 fill the context of `check`, and leave no room for an answer.
     prompts = ["1+1="] * 1500
     prompts[row] = "1" * 64
 
     with pytest.raises(ValueError, match=rf"train_dataset\[{row}\]: the prompt has 64 tokens, .*context is 64"):
         check(model, tmp_path, texts(*prompts))
 
-    # Controls: one token less, and no engine.
+    # Controls: one token less, and transformers in the place of the engine, which has no such limit.
     prompts[row] = "1" * 63
     check(model, tmp_path, texts(*prompts))
     prompts[row] = "1" * 64
@@ -61,6 +62,7 @@ def test_without_a_length_of_its_own_the_engine_has_that_of_the_model(model, tmp
 
 
 def test_a_prompt_that_leaves_little_room_is_said(model, tmp_path, caplog):
+    # 60 tokens leave 4 of the 8, and 56 leave exactly 8.
     check(model, tmp_path, texts("1" * 60, "1", "1" * 56))
 
     (record,) = [one for one in caplog.records if "leave less than" in one.getMessage()]

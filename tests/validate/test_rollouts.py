@@ -23,7 +23,9 @@ def settings(**changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"vllm_mode": "server"}, {"vllm_enable_sleep_mode": True}, {"vllm_tensor_parallel_size": 2}]
+    # The three ways in which processes wait for each other at each call of an engine.
+    "changes",
+    [{"vllm_mode": "server"}, {"vllm_enable_sleep_mode": True}, {"vllm_tensor_parallel_size": 2}],
 )
 @pytest.mark.parametrize("trainer_arguments", [{"tools": [len]}, {"environment_factory": dict}])
 def test_tools_of_several_processes_need_an_engine_each(changes, trainer_arguments):
@@ -37,6 +39,7 @@ def test_tools_of_several_processes_need_an_engine_each(changes, trainer_argumen
 
 
 def test_a_server_takes_no_images():
+    # The name of the column decides. Nothing decodes the image.
     data = Dataset.from_dict({"prompt": ["a"], "image": ["b"]})
     server = settings(vllm_mode="server")
 
@@ -58,5 +61,6 @@ def test_a_server_needs_a_folder():
 def test_a_trainer_without_settings_of_an_engine_has_no_rollouts_to_check():
     without_engine = SimpleNamespace(world_size=2, has_engine=False)
 
+    # Supervised fine-tuning has these columns and arguments as well, and no engine that they could stop.
     check_processes(without_engine, {"tools": [len], "train_dataset": Dataset.from_dict({"image": ["b"]})})
     check_data({"train_dataset": Dataset.from_dict({"prompt": ["a"]})}, without_engine)

@@ -79,6 +79,7 @@ def quantize_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def plain_tokens_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[`quantize_tokens_fp8`] in plain operations."""
+    # The largest of bfloat16 numbers is one of them, so the cast may come after.
     largest = x.abs().amax(dim=-1, keepdim=True).float()
     scale = _divided(largest, FP8_MAX).clamp(min=FP8_MIN_SCALE)
 
@@ -153,8 +154,10 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
         Quantized values minus the zero point int16 `(tokens, in)`, and scale float32 `(tokens, 1)`.
     """
     x = x.float()
+    # The range contains zero, as in the kernel.
     low = x.amin(-1, keepdim=True).clamp(max=0)
     high = x.amax(-1, keepdim=True).clamp(min=0)
+    # A token of zeros has no range to divide by.
     inverse = torch.where(low == high, 1.0, torch.full_like(low, 255.0) / (high - low))
 
     # From the minimum or the maximum, as the kernel chooses: the two differ by roundings, which count where one is
@@ -167,6 +170,7 @@ def quantize_tokens_int8_asymmetric(x: Tensor) -> tuple[Tensor, Tensor]:
     quotient = x * inverse
     nearest = torch.copysign((quotient.abs() + 0.5).floor(), quotient)  # halves away from zero
     quantized = (nearest + zero_point).clamp(-128, 127)
+    # A difference of two int8 numbers needs nine bits.
     return (quantized - zero_point).to(torch.int16), inverse.reciprocal()
 
 

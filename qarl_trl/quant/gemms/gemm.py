@@ -56,6 +56,7 @@ class Gemm:
         if not self.keeps_matrices:
             return self.new_matrix_from(weight, dtype)
 
+        # By dtype: a forward under autocast and a float32 backward may want different ones.
         key = f"matrix in {dtype}"
         if key not in weight.prepared:
             weight.prepared[key] = self.new_matrix_from(weight, dtype)
@@ -115,6 +116,7 @@ class ActivationGemm(Gemm):
 
     def save(self, x: Tensor) -> Saved:
         """Quantized values `(..., in)` and scale `(..., groups)` of an input `(..., in)`."""
+        # q, k and v (gate and up) multiply the same input: it is quantized once.
         return memoize_last(self.quantize, x)
 
     def multiply(self, x: Tensor, saved: Saved, weight: LowBitWeight, bias: Bias = None) -> Tensor:
@@ -170,6 +172,7 @@ class Fp8Gemm(ActivationGemm):
         operand, weight_scale = self.operand(weight)
         if x.device.type == "cuda":
             # As vLLM's kernels for Ada and Hopper, whose sums keep fewer bits than float32.
+            # torch wants the scales of columns as a row, `(1, out)`.
             column_scale = weight_scale.t().contiguous()
             return torch._scaled_mm(x, operand.t(), scale, column_scale, bias, out_dtype=dtype, use_fast_accum=True)
 
@@ -200,6 +203,7 @@ class Int4Fp8Gemm(Fp8Gemm):
         return entries.flatten(-2), channel_scale * 8
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
+        # The bias comes after rounding here, unlike in the FP8 gemm.
         y = super().matmul(x, scale, weight, None, dtype)
         return add_to_rounded(y, bias)
 
@@ -219,6 +223,7 @@ class Fp8BlockGemm(ActivationGemm):
 
     def matmul(self, x: Tensor, scale: Tensor, weight: LowBitWeight, bias: Bias, dtype: torch.dtype) -> Tensor:
         height, width = weight.scheme.weights.block_structure
+        # One scale for each row and block column, `(out, in / width)`.
         row_scale = weight.scale.float().repeat_interleave(height, dim=0)
         blocks = zip(x.split(width, dim=1), weight.quantized.split(width, dim=1), strict=True)
 

@@ -102,6 +102,7 @@ class ExpertsGemm(Gemm):
 
     def grad_input(self, grad: Tensor, weight: LowBitWeight) -> Tensor:
         matrices = stacked(self.gemm.matrix_from(weight, grad.dtype), self.offsets)
+        # Autograd may hand over a transposed or expanded gradient, whose strides torch refuses.
         return grouped_mm(grad.contiguous(), matrices, self.offsets)
 
     def grad_weight(self, grad: Tensor, x: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
         places: The position of each number in `pairs`, int64 `(pairs,)`.
         offsets: The end of each expert's pairs, int32 `(experts,)`.
     """
+    # Stable, so that the rows of an expert stay in the order of tokens, on every device.
     chosen, pairs = top_k_index.reshape(-1).sort(stable=True)
     experts = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
     offsets = torch.searchsorted(chosen, experts, right=True, out_int32=True)
@@ -102,12 +103,14 @@ class QuantExperts(LowBitLayer, nn.Module):
                 return self.high_precision_class.forward(self, hidden_states, top_k_index, top_k_weights)
 
         pairs, places, offsets = route(top_k_index, len(self.gate_up_proj))
+        # Pair `token * top_k + choice` belongs to this token.
         tokens = pairs // top_k_index.shape[1]
 
         gate_up = self._matmul(hidden_states[tokens], "gate_up_proj", offsets)
         down = self._matmul(self._apply_gate(gate_up), "down_proj", offsets)
 
         weighted = down * top_k_weights.reshape(-1)[pairs].unsqueeze(-1)
+        # From the order of experts back to `(tokens, top_k, hidden)`.
         by_token = weighted[places].view(*top_k_index.shape, hidden_states.shape[1])
         return by_token.sum(dim=1).to(hidden_states.dtype)
 

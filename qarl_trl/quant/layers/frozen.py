@@ -60,6 +60,7 @@ class AdapterMatmul(torch.autograd.Function):
         x, lora_A, lora_B = ctx.saved_tensors
         used_A, used_B = (factor.to(grad.dtype) for factor in synced(lora_A, lora_B, ctx.scaling))
 
+        # `used_B` has the scaling in it. `factor_gradients` takes the master factors, and multiplies by it itself.
         grad_x = (grad @ used_B) @ used_A
         grad_rows = grad.flatten(0, -2)
         x_rows = x.flatten(0, -2).to(grad.dtype)
@@ -93,6 +94,7 @@ class FrozenLinear(LowBitLayer, nn.Linear):
         super().convert(module, *args)
         # On the meta device it has names, dtypes and shapes, by which the checkpoint's tensors are checked and read.
         module.frozen_weight = quantize_weight(module.weight.to("meta"), module.scheme)
+        # As a parameter of `None`: it leaves `state_dict` and the optimizer, and the attribute still exists.
         module.weight = None
 
     def weight_names(self) -> tuple[str, ...]:
@@ -115,6 +117,7 @@ class FrozenLinear(LowBitLayer, nn.Linear):
     def move_to(self, device: torch.device) -> None:
         """Move the low-bit tensors to `device`; they keep their dtypes."""
         data = {name: tensor.to(device) for name, tensor in self.frozen_weight.data.items()}
+        # Without `prepared`, whose tensors a kernel made for the former device.
         self.frozen_weight = replace(self.frozen_weight, data=data, prepared={})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -146,6 +149,7 @@ class AdaptedLinear(lora.Linear):
         if not self.adapter:
             return y
 
+        # `AdapterMatmul` chooses its dtypes as the engine does.
         with torch.autocast(x.device.type, enabled=False):
             return y + AdapterMatmul.apply(x, *self.factors()).to(y.dtype)
 

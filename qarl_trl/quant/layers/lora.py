@@ -70,6 +70,7 @@ def merged_weight(weight: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float
     lora_A = lora_A.detach().to(MASTER_CAST_DTYPE)
     lora_B = lora_B.detach().to(MASTER_CAST_DTYPE)
 
+    # A product of two bfloat16 numbers is exact in float32, so only the sums round.
     with torch.autocast(weight.device.type, enabled=False):
         update = lora_B.float() @ lora_A.float()
         return update.mul_(scaling).add_(weight)
@@ -96,6 +97,7 @@ def factor_gradients(scaling: float, grad: Tensor, x: Tensor, lora_A: Tensor, lo
     used_A = lora_A.to(MASTER_CAST_DTYPE).to(grad.dtype)
     used_B = lora_B.to(MASTER_CAST_DTYPE).to(grad.dtype)
 
+    # `(tokens, r)` in between: it costs `r` columns in place of `in` or `out`.
     grad_A = (scaled @ used_B).t() @ x
     grad_B = scaled.t() @ (x @ used_A.t())
     return grad_A.to(lora_A.dtype), grad_B.to(lora_B.dtype)
@@ -238,6 +240,7 @@ def check_adapters(model: nn.Module, matched: dict[str, nn.Module]) -> None:
     """
     quantized = {id(module) for module in matched.values()}
     for name, module in model.named_modules():
+        # Exactly `lora.Linear`: other layers of peft, also its subclasses, may compute something else.
         if isinstance(module, BaseTunerLayer) and (id(module) not in quantized or type(module) is not lora.Linear):
             raise ValueError(
                 f"Layer {name!r} ({type(module).__name__}) carries an adapter, "

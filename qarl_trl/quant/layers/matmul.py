@@ -63,6 +63,7 @@ class LowBitMatmul(torch.autograd.Function):
         ctx.gemm = gemm
         ctx.source_gradients = source_gradients
         ctx.saved_inputs = len(saved_input)
+        # Gradients go back in the dtypes of what came in, which autocast may have cast.
         ctx.input_dtype = x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.source_dtype = sources[0].dtype if sources else None
@@ -77,7 +78,8 @@ class LowBitMatmul(torch.autograd.Function):
 
         needs_x, needs_bias, *_ = ctx.needs_input_grad
         needs_sources = ctx.needs_input_grad[_BEFORE_SOURCES:]
-        grad_x = grad_bias = None
+        grad_x = None
+        grad_bias = None
         source_grads: tuple[Tensor | None, ...] = (None,) * len(needs_sources)
         grad_rows = grad.flatten(0, -2)
 
@@ -86,6 +88,7 @@ class LowBitMatmul(torch.autograd.Function):
         if needs_bias:
             grad_bias = grad_rows.sum(0, dtype=ctx.bias_dtype)
         if any(needs_sources):
+            # What was multiplied: an input that the gemm quantized gives its quantized values.
             x_rows = ctx.gemm.input_from(saved_input, grad.dtype).flatten(0, -2)
             if ctx.source_gradients:
                 source_grads = ctx.source_gradients(grad_rows, x_rows, *sources)

@@ -57,6 +57,7 @@ class MasterShard(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        # The operation runs on plain tensors; otherwise it would come back here.
         plain_args, plain_kwargs = tree_map_only(cls, cls._same_memory, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
 

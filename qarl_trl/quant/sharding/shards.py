@@ -64,6 +64,7 @@ def quantize_shards(weight: DTensor, scheme: QuantizationScheme, rows: LowBitWei
 
     if rows is None:
         rows = quantize_rows(weight, scheme)
+    # `rows` has `(rows, ...)` tensors, and an entry of the first dimension may be an expert with many rows.
     units_here = rows.shape[0] // (unit * math.prod(weight.shape[1:-1]))
     # A process without rows quantized one unit of zeros, which it must not send.
     units_sent = len(local_rows(weight)) // unit
@@ -75,6 +76,7 @@ def quantize_shards(weight: DTensor, scheme: QuantizationScheme, rows: LowBitWei
         size = torch.Size((len(weight) // unit, sent.shape[1]))
         placed = DTensor.from_local(sent, weight.device_mesh, weight.placements, shape=size, stride=(size[1], 1))
         gathered = placed.full_tensor().clone()  # with unequal shards it is a part of a larger tensor
+        # Back from bytes to the dtype and the width of one row.
         tensors[name] = gathered.view(tensor.dtype).view(-1, tensor.shape[1])
     return LowBitWeight(tensors, scheme)
 
@@ -118,6 +120,7 @@ def unit_of(shape: Sequence[int], ranks: int, scheme: QuantizationScheme) -> int
     # An entry of the first dimension is a row, or all the rows of an expert: what FSDP2 never cuts.
     rows = math.prod(shape[1:-1])
     together = rows_together(scheme)
+    # Several entries if one has fewer rows than share a scale; otherwise one, which must hold whole blocks.
     unit = max(1, together // rows)
     if unit * rows % together:
         return None

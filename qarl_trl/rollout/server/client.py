@@ -8,6 +8,7 @@ may have synced to it.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import socket
 import time
@@ -28,6 +29,9 @@ from ..vllm.adapters import ADAPTER_NAME, is_factor, save_adapter
 from .files import save_parts
 from .key import find_key
 
+
+# Not accelerate's: the first process alone connects, and the others do not log.
+logger = logging.getLogger(__name__)
 
 TIMEOUT = 2 * 60 * 60  # seconds for one answer, which may be a batch of long completions
 
@@ -70,9 +74,12 @@ class ServerClient(VLLMClient):
         self._set_up_session()
 
         deadline = time.monotonic() + total_timeout
+        is_waiting = False
         while True:
             try:
                 self.session.get(f"{self.base_url}/health", timeout=10).raise_for_status()
+                # Not before: the server makes its key when it starts.
+                self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder)}"
                 return
             except requests.RequestException as error:
                 if time.monotonic() >= deadline:
@@ -81,10 +88,19 @@ class ServerClient(VLLMClient):
                         f"{error}. "
                         "Start one with `qarl-trl serve --config RECIPE` and give its address as vllm_server_base_url."
                     ) from error
+
+            if not is_waiting:
+                is_waiting = True
+                logger.warning(
+                    "No vLLM server answers at %s yet: waiting for up to %g s (vllm_server_timeout). "
+                    "Start one with `qarl-trl serve --config RECIPE`.",
+                    self.base_url,
+                    total_timeout,
+                )
             time.sleep(retry_interval)
 
     def _set_up_session(self) -> None:
-        """Replace TRL's connections, which try again, and send the server's key with every request."""
+        """Replace TRL's connections, which try again."""
         # No retries: the server may have sampled an answer that was lost.
         adapter = HTTPAdapter()
         adapter.init_poolmanager(1, 1, socket_options=HTTPConnection.default_socket_options + _keepalive_options())
@@ -93,7 +109,6 @@ class ServerClient(VLLMClient):
 
         # Else a connection that the server closes between requests would look like a dead server.
         self.session.headers["Connection"] = "close"
-        self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder)}"
 
     def _get(self, url: str, **kwargs: Any) -> Any:
         return self._ask("GET", url, **kwargs)
@@ -202,6 +217,7 @@ class ServerClient(VLLMClient):
         try:
             files = 0
             factors: dict[str, Tensor] = {}
+            # Base and factors follow each other in the stream, so there is at most one part of each.
             for are_factors, part in groupby(stream, key=is_factor):
                 if are_factors:
                     factors.update(part)
@@ -210,6 +226,7 @@ class ServerClient(VLLMClient):
 
             if factors:
                 save_adapter(factors, folder)
+            # When it returns, all workers have read the files.
             self.ask_workers("qarl_load", version, files, bool(factors))
         finally:
             # Also after a failure: the folder has the size of the model.

@@ -81,6 +81,7 @@ class WorkerExtension:
         if not files and _run_of(held) != _run_of(version):
             raise RuntimeError(f"an adapter came for a base of run {_run_of(version)}, but the server holds {held!r}")
 
+        # Nothing may be sampled until the end: a failure leaves old and new weights.
         model.qarl_version = None
         if files:
             weights = adapters.inside_wrappers(model, tensors) if has_adapter else tensors

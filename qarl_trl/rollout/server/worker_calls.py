@@ -31,7 +31,9 @@ async def call_workers(app: Any, method: str, args: list[Any]) -> list[Any]:
     """
     engine = app.state.engine_client
     call = asyncio.ensure_future(engine.collective_rpc("qarl", args=(method, *args)))
+
     try:
+        # An engine whose process died never answers. Only the client notices, and sets `errored`.
         while True:
             done, _ = await asyncio.wait({call}, timeout=1)  # seconds
             if done:

@@ -67,6 +67,7 @@ def _changed_products(module: nn.Module, change: Change) -> Iterator[Any]:
     # Also the head, which is not quantized: the engine's kernel rounds its sums, too.
     is_linear = isinstance(module, (nn.Linear, LowBitLayer))
     is_experts = _has_parameter(module, dimensions=3)
+    # transformers' routers hold a matrix, but are no linear layers: they call `F.linear` with it.
     is_router = _has_parameter(module, dimensions=2) and not isinstance(module, nn.Embedding)
 
     if is_linear or is_experts:

@@ -98,6 +98,7 @@ def read_first(engine: Tensor, learner: LearnerLogps, before: Tensor | None, usu
     limit = TENFOLD * noise_floor
     if before is not None:
         logp_diff_before = _mismatch(before.to(engine.device), learner.plain)
+        # Never below the usual and never above TENFOLD; in between what is left of the mismatch with random weights.
         limit = max(usual * noise_floor, min(limit, LEFT * logp_diff_before))
 
         # An engine that the sync did not reach would pass, too, so there is no verdict.
@@ -116,6 +117,7 @@ def first_anchor(engine: Tensor, learner: LearnerLogps, first: Reading, usual: f
         first: What the check read of them.
         usual: As for [`read_first`]. A first mismatch may be small by chance, so later ones up to this pass as well.
     """
+    # GROWTH times it is at least `usual`.
     ratio = max(usual / GROWTH, first.logp_diff / first.noise_floor)
     return Anchor(engine, learner.plain, ratio)
 

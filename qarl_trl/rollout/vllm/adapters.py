@@ -47,6 +47,7 @@ def lora_settings(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     Args:
         shapes: The shapes of the tensors in the adapter's file, by name (`....q_proj.lora_A.weight`).
     """
+    # One rank for each kind of layer: a run with `rank_pattern` is refused (`validate/adapters.py`).
     ranks: dict[str, int] = {}
     for name, shape in shapes.items():
         if name.endswith("lora_A.weight"):
@@ -161,6 +162,7 @@ def load_adapter(model: Any, add: Callable[[Any], bool], folder: Path) -> None:
     Raises:
         RuntimeError: if the engine takes only a part of it.
     """
+    # In place: under a number that it knows, vLLM would otherwise keep the adapter that it has.
     added = add(request_of(folder, load_inplace=True))
     if not added:
         raise RuntimeError("vLLM took no adapter; its log may say why.")

@@ -118,6 +118,7 @@ def engine_layer(weight: LowBitWeight) -> Any:
     with _loading(weight.quantized.device):
         layer = _empty_layer(weight)
         _load(layer, weight)
+        # As vLLM does after it loads a model: here a kernel permutes or packs what it reads.
         layer.quant_method.process_weights_after_loading(layer)
 
     for parameter in layer.parameters():
@@ -134,6 +135,7 @@ def _empty_layer(weight: LowBitWeight) -> Any:
 
     out_features, in_features = weight.shape
     try:
+        # A layer by itself, not a merged one: the learner has q, k and v one by one.
         return ColumnParallelLinear(
             in_features,
             out_features,

@@ -71,6 +71,7 @@ def _w4a8_weights_have_two_names(model: nn.Module) -> Iterator[None]:
     # loaded.
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW4A8Int):
+            # vLLM's `restore_metadata` is a pair: what to restore of parameters, and of buffers.
             get_layerwise_info(layer).restore_metadata[0].pop("weight_packed", None)
 
     def process_with_second_name(scheme: Any, layer: Any) -> None:

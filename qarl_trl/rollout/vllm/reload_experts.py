@@ -129,6 +129,7 @@ def _parts(kernel: Any) -> dict[str, Any]:
 
 def _collect(owner: Any, path: str, parts: dict[str, Any], seen: set[int]) -> None:
     """Add the parts of an object, each object once."""
+    # No integers and no flags: they follow from the model's sizes, which a sync does not change.
     if isinstance(owner, Tensor | float):
         parts[path] = owner
         return

@@ -29,6 +29,7 @@ def choose_master_port() -> None:
     """Let the engine's process group meet at a free port. By default two runs would race for TRL's four ports."""
     from vllm.utils.network_utils import get_open_port
 
+    # A port that the user or a launcher chose stays.
     os.environ.setdefault("MASTER_PORT", str(get_open_port()))
 
 

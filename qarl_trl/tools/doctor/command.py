@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from ...methods import METHODS
+from ...methods import METHODS, choose_method
 from ..plan.gpus import GPUS
 from . import FAIL, OK, WARN, CheckResult
 
@@ -36,6 +36,8 @@ def main(argv: Sequence[str]) -> None:
             statuses.append(result.status)
 
     print(f"\n{statuses.count(FAIL)} failed, {statuses.count(WARN)} warnings")
+    if options.config is None and not recipe_argv:
+        print("Only the machine was checked. To check a run, too: qarl-trl doctor --config recipe.yaml")
     if FAIL in statuses:
         raise SystemExit(1)
 
@@ -95,7 +97,7 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
         return
 
     from ...rewards import load_rewards
-    from ...train import choose_method, load_datasets, model_settings, parse
+    from ...train import load_datasets, model_settings, parse
     from .measure import probe_mismatch
     from .rewards import check_rewards
     from .settings import check_for_gpu, check_settings, local_folder

@@ -228,6 +228,7 @@ def _sample_in_low_bits(
 
     with tempfile.TemporaryDirectory() as low_bit:
         save_low_bit(apply_quantization(model, plan), tokenizer, low_bit)
+        # The same model is the bf16 learner of the next measurement.
         remove_quantization(model)
         request = (low_bit, settings, prompts, args.temperature)
         return in_fresh_process("the low-bit engine", sample, *request, limit_s=LIMIT_S)

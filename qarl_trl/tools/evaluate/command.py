@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..arguments import CommandParser
+
 
 VERSIONS = ("qarl_trl", "vllm", "torch", "transformers", "compressed-tensors", "math-verify")
 
@@ -73,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
 
 def make_parser() -> argparse.ArgumentParser:
     """All options. An option that is also a setting of recipes has the same name."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="qarl-trl eval",
         description="Score a checkpoint, low-bit or plain, on math problems: avg@k and pass@k through vLLM.",
-        allow_abbrev=False,
+        example="qarl-trl eval runs/sums --suite problems.jsonl",
     )
     add = parser.add_argument
     add(

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # These import only the standard library, so that `--help` is instant.
-from ...methods import METHODS, QARL, RLOO, Method
+from ...methods import METHODS, QARL, RLOO, Method, choose_method
+from ..arguments import CommandParser
 from .gpus import GPUS
 from .memory import table as memory_table
 from .memory.moments import fits
@@ -34,9 +35,6 @@ def main(argv: Sequence[str]) -> None:
     _check_options(args)
     recipe = ["--config", args.config, *overrides]
 
-    # Late, because it loads torch and transformers: `--help` and a wrong option have ended before.
-    from ...train import choose_method
-
     method, note = choose_method(recipe, args.trainer)
     if args.measured is not None and method not in WITH_SECONDS:
         raise ValueError(f"--from corrects seconds, which plan does not estimate for {method.command}.")
@@ -49,11 +47,11 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="qarl-trl plan",
         description="Estimate the memory of each GPU from a recipe, and with --gpu the seconds of a rollout batch in "
         "bfloat16 and in low bits, without loading a model. Other options override the recipe.",
-        allow_abbrev=False,  # the start of an option's name may be a field of the recipe
+        example="qarl-trl plan --config recipe.yaml",
     )
     parser.add_argument("--config", required=True, help="recipe (.yaml) of qarl-trl train, sft, rloo or distill")
     parser.add_argument("--trainer", choices=METHODS, help="which of them trains it (default: by the recipe's keys)")

@@ -125,6 +125,7 @@ def batch_of(settings: Any, prompt_tokens: float | None, answer_tokens: float | 
     """
     longest = _longest_answer(settings)
     answers = settings.generation_batch_size  # of all processes
+    # Micro-batches that are trained. Below, an update that needs several rollout batches counts as one of each.
     passes = settings.steps_per_generation * settings.num_iterations
     return Batch(
         answers=answers,

@@ -5,7 +5,6 @@ This module escapes every text of a run.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import importlib.metadata
 import os
@@ -14,6 +13,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from ..arguments import CommandParser
 from .plots import COLOURS, FLOOR, PANELS, STYLES, Panel, png
 from .runs import LoggedRun, read_run
 from .verdict import Judgement, headline, judge
@@ -28,13 +28,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     TRL's GRPOTrainer, with a trainer_state.json (at the top or in a checkpoint-*).
     """
     # The docstring is also the text of --help.
-    parser = argparse.ArgumentParser(prog="qarl-trl report", description=main.__doc__, allow_abbrev=False)
+    parser = CommandParser(prog="qarl-trl report", description=main.__doc__, example="qarl-trl report runs/sums")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--output_dir", help="where report.html goes (default: the first run's folder)")
     options = parser.parse_args(argv)
 
     folders = [Path(folder).expanduser().resolve() for folder in options.runs]
     # Runs are named by what differs in their paths: the rest may contain user names.
+    # The common folder of their parents, so that one run alone keeps the name of its folder.
     root = os.path.commonpath([folder.parent for folder in folders])
     runs = [read_run(folder, str(folder.relative_to(root))) for folder in folders]
     text = page(runs)

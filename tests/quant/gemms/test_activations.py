@@ -35,6 +35,7 @@ def tokens(scale=1.0, dtype=torch.float32, seed=0, shape=(40, 256)):
 
 def tokens_of_sizes(sizes, dtype):
     """500 tokens of each size."""
+    # A seed of its own for each size, so that no two sizes have the same mantissas.
     parts = [tokens(scale, dtype, seed, (500, 256)) for seed, scale in enumerate(sizes)]
     return torch.cat(parts)
 
@@ -68,11 +69,13 @@ def test_float8_of_a_token_or_group_is_that_of_the_definition(dtype, scale, quan
     expected_quantized, expected_scales = reference(x)
     assert scales.dtype == torch.float32
     assert torch.equal(scales, expected_scales)
+    # As bytes: `torch.equal` would take a negative zero for zero.
     assert torch.equal(as_bytes(quantized), expected_quantized)
 
 
 def test_dividing_a_token_by_its_scale_gives_other_values():
     """The control of the tests around: vLLM multiplies by the reciprocal, which decides near ties."""
+    # The second value lies so near to the tie at 152 that the rounding of the reciprocal decides.
     x = torch.tensor([[float.fromhex("0x1.c4aa3p+0"), float.fromhex("0x1.332a56p-1")]])
 
     quantized, scales = quantize_tokens_fp8(x)
@@ -89,6 +92,7 @@ def test_multiplying_a_group_by_the_reciprocal_gives_other_values():
     quantized, scales = quantize_groups_fp8(x)
 
     multiplied = (x * scales.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    # Rare, so a comparison of few numbers would not notice.
     assert 0 < share_of_differences(as_bytes(multiplied), as_bytes(quantized)) < 1e-4
 
 
@@ -154,6 +158,7 @@ def test_halves_are_rounded_away_from_zero_in_asymmetric_int8():
 def test_the_zero_point_comes_from_the_side_that_the_engine_takes():
     """From the minimum or the maximum it is the same number but for rounding, which counts where it is halfway."""
     rng = torch.Generator().manual_seed(0)
+    # Minimum and maximum 255 apart, both at a half: the zero point is a tie, but for the roundings of a factor.
     low = torch.randint(1, 254, (2000,), generator=rng) + 0.5
     x = torch.stack((-low, 255 - low, low / 3), dim=-1) * (0.5 + torch.rand(2000, 1, generator=rng))
 
@@ -218,6 +223,7 @@ def test_a_changed_tensor_is_computed_again(change):
 def test_nothing_is_held_longer_than_the_input():
     function = Counted()
     x = normal(3, 4)
+    # A cast to its own dtype returns `x` itself, which it must not hold by a cycle.
     assert memoize_last(torch.Tensor.to, x, torch.float32) is x
 
     source = weakref.ref(x)

@@ -59,6 +59,7 @@ def spread(scale, size):
 def exact_gemm(low_bit, quantized, scale):
     """The product in float64 of both sides' quantized values times their scales; `quantized` is `(tokens, in)`."""
     if low_bit.scheme.format == "pack-quantized":
+        # Hopper's kernel for W4AFP8 multiplies by a table of float8 numbers, with one scale a channel.
         table, channel_scale = references.int4_float8_table(int4_rows(low_bit), low_bit.scale.tolist())
         return (quantized.double() * scale.double()) @ (table.double() * channel_scale.double()).t()
 
@@ -106,6 +107,7 @@ def test_activation_gemms_multiply_the_quantized_values_of_both_sides(scheme, gr
     # Controls: neither the exact activations nor the exact weight are multiplied.
     assert relative_error(y, F.linear(x.double(), dequantize(low_bit).double())) > 0.005
     assert relative_error(y, F.linear(x.float(), normal(128, 256))) > 0.009
+    # What is kept for the backward has at most two bytes for each input: no float32 copy.
     assert all(tensor.element_size() * tensor.numel() <= 2 * x.numel() for tensor in saved)
 
 
@@ -125,6 +127,7 @@ def test_the_backward_sees_the_quantized_input(scheme, dtype):
     assert low < relative_error(restored, x) < high
 
 
+# Also sizes that no kernel's tile divides.
 @pytest.mark.parametrize("shape", [(48, 64), (7, 20), (16, 33)])
 def test_int8_sums_are_exact(shape):
     low_bit = low_bit_of("W8A8", shape=shape)
@@ -141,6 +144,7 @@ def test_int8_sums_are_exact(shape):
 def test_an_odd_block_of_the_weight_only_touches_its_outputs():
     """Which scale belongs to which block of rows and columns."""
     master = normal(256, 384)
+    # Block (2, 3) alone: a scale that is exchanged with a neighbour's is off by a thousand.
     master[128:, 256:] *= 1000
     low_bit = quantize_weight(master, resolve_scheme("FP8_BLOCK"))
     x = normal(3, 384, seed=1)
@@ -160,6 +164,7 @@ def test_w4a8_is_the_arithmetic_of_its_definition(group_size):
         scheme.weights.group_size = 256
     low_bit = quantize_weight(normal(24, 256), scheme)
     x = normal(6, 256, seed=1, dtype=torch.bfloat16)
+    # A token of zeros, whose scale is 1, and one of one sign, whose zero point is at the end of the range.
     x[2] = 0.0
     x[3] = x[3].abs()
 
@@ -223,6 +228,7 @@ def test_w4afp8_scales_are_those_of_the_engine(monkeypatch):
     low_bit = quantize_weight(weight, resolve_scheme("W4AFP8"))
     with set_current_vllm_config(VllmConfig()):
         quantize = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native
+    # vLLM's function asks its tensors. It runs on a CPU all the same.
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     scales, engine_channel_scale = convert_bf16_scales_to_fp8(quantize, low_bit.scale.clone())
     monkeypatch.undo()
@@ -231,6 +237,7 @@ def test_w4afp8_scales_are_those_of_the_engine(monkeypatch):
 
     assert torch.equal(channel_scale, engine_channel_scale)
     quantized = torch.tensor(int4_rows(low_bit)).float().unflatten(-1, (4, -1))
+    # The table of the engine: code times float8 scale, rounded to float8.
     entries = (quantized * scales.float().unsqueeze(-1)).to(torch.float8_e4m3fn).flatten(-2)
     assert torch.equal(table.float(), entries.float())
     without_the_eighth = low_bit.scale.float().amax(-1, keepdim=True) / 448
@@ -279,6 +286,7 @@ def test_a_kept_matrix_changes_no_bit_and_is_made_once(scheme, monkeypatch):
     for _ in range(3):
         assert torch.equal(keeping.forward(x, low_bit)[0], y)
         assert torch.equal(keeping.grad_input(grad, low_bit), grad_input)
+    # Once, for three forwards and three backwards.
     assert made == [torch.float32]
 
     # Control: other quantized values have another matrix.

@@ -1,6 +1,7 @@
 """`qarl_trl.quant.layers.frozen`: `Q(W) x + s B (A x)`, its gradients, what of the base is alive, its kernels."""
 
 import copy
+import fnmatch
 import gc
 from contextlib import contextmanager
 from functools import wraps
@@ -26,8 +27,8 @@ from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
 from qarl_trl.quant.source import quantized_source
 from qarl_trl.quant.start import load_master_weights
-from quant.schemes import relative_error, same_bytes, same_tensors
-from quant.toy_layers import make_gradient
+from quant.schemes import copies, names_in, relative_error, same_bytes, same_tensors
+from quant.toy_layers import make_gradient, names_with_gradient, trained_parameters
 
 
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
@@ -64,12 +65,14 @@ def frozen_model(folder, scheme=None, **changes):
 
 def with_adapters(model, **changes):
     """Adapters of a trained one's size, with scaling 4, on three kinds of layers."""
+    # Of attention and MLP, with and without a bias, wider and narrower than their input.
     settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj", "down_proj"]} | changes
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
     with torch.no_grad():
         for name, param in model.named_parameters():
             if "lora_B" in name:
+                # peft begins with zeros, which would make the base alone pass the tests.
                 param.normal_(std=0.05)
 
     align_adapters(model)
@@ -107,8 +110,10 @@ def test_the_forward_is_the_low_bit_product_and_the_adapter_beside_it(checkpoint
 
     base = layer.base_layer
     low_bit_product, _ = base.gemm_for(base.scheme, x.device).forward(x, base.low_bit(), base.bias)
-    lora_A, lora_B = (factor.bfloat16().float() for factor in factors_of(layer))
-    exact = low_bit_product.float() + (x.float() @ lora_A.t()) @ (lora_B * 4.0).t()
+    lora_A, lora_B = factors_of(layer)
+    used_A = lora_A.bfloat16().float()
+    used_B = lora_B.bfloat16().float()
+    exact = low_bit_product.float() + (x.float() @ used_A.t()) @ (used_B * 4.0).t()
     assert y.dtype == torch.bfloat16
     # Four roundings to bfloat16, of 2^-9 each; measured 0.002.
     assert relative_error(y, exact) < 2**-8
@@ -126,7 +131,8 @@ def test_a_learner_in_float32_computes_the_same(checkpoint):
     assert relative_error(layer(x.float()), layer(x)) < 2**-7
 
 
-ENGINE_RANK = 64  # to which an engine pads with zeros
+# The rank to which an engine pads adapters with zeros.
+ENGINE_RANK = 64
 
 
 def adapter_product_of_engine(x, lora_A, lora_B):
@@ -181,6 +187,7 @@ def test_gradients_are_those_of_the_sum(checkpoint, scheme):
 
     (layer(x) * grad).sum().backward()
 
+    # In float64, by the factors as the forward rounds them.
     weight = dequantize(layer.base_layer.low_bit(), torch.float32).double()
     lora_A, lora_B = factors_of(layer)
     used_A = lora_A.detach().bfloat16().double()
@@ -193,20 +200,21 @@ def test_gradients_are_those_of_the_sum(checkpoint, scheme):
 
     # Control: without the adapter's part.
     assert relative_error(x.grad, grad @ weight) > 0.05
-    with_gradient = [name for name, param in layer.named_parameters() if param.grad is not None]
-    assert with_gradient == ["lora_A.default.weight", "lora_B.default.weight"]
+    assert names_with_gradient(layer) == ["lora_A.default.weight", "lora_B.default.weight"]
 
 
 # What is alive ------------------------------------------------------------------------------------------------------
 
 
-SIZE_OF_MLP = 256 * 128  # of gate, up and down: no other tensor has so many entries
+# Of gate, up and down: no other tensor has so many entries.
+SIZE_OF_MLP = 256 * 128
 
 
 def matrices_alive():
     """Addresses and shapes of the tensors in bfloat16 or float32 that have the size of an MLP's weight."""
     alive = {}
     for thing in gc.get_objects():
+        # Not subclasses, whose attributes may compute something.
         if type(thing) not in (torch.Tensor, torch.nn.Parameter) or thing.is_meta:
             continue
         if thing.is_floating_point() and thing.itemsize > 1 and thing.numel() == SIZE_OF_MLP:
@@ -218,6 +226,7 @@ def matrices_alive():
 def only_new_objects():
     """Inside, `gc.get_objects` has only what was made there."""
     gc.collect()
+    # Models of other tests are alive, too.
     gc.freeze()
     try:
         yield
@@ -248,8 +257,8 @@ def test_no_second_matrix_of_the_base_is_ever_alive(checkpoint, scheme, source, 
 
     with only_new_objects():
         model = frozen_model(folder, scheme)
-        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-        before = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model)}
+        optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
+        before = copies(iter_low_bit_weights(model))
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(TOKENS, labels=TOKENS).loss
         assert not matrices_alive()
@@ -263,8 +272,8 @@ def test_no_second_matrix_of_the_base_is_ever_alive(checkpoint, scheme, source, 
 
         # Control: with master weights all of them are there.
         merged = apply_quantization(make_model("qwen2"), scheme)
-        layers = [name for name, module in merged.named_modules() if "mlp." in name and hasattr(module, "weight")]
-        assert len(matrices_alive()) == len(layers) == 6
+        matrices = fnmatch.filter(names_in(merged.named_parameters()), "*mlp.*weight")
+        assert len(matrices_alive()) == len(matrices) == 6
 
 
 def move_to_float32(model):
@@ -277,16 +286,20 @@ def move_to_cpu(model):
 
 def test_the_model_moves_and_keeps_its_dtypes(checkpoint):
     model = frozen_model(checkpoint("FP8_DYNAMIC"))
-    before = {name: tensor for name, tensor in iter_low_bit_weights(model) if "_proj.weight" in name}
+    before = {}
+    for name, tensor in iter_low_bit_weights(model):
+        if "_proj.weight" in name:
+            before[name] = tensor
     assert before
 
+    # What a trainer and accelerate do to a model. A scale that became float32 would be another checkpoint.
     for move in (move_to_float32, move_to_cpu, copy.deepcopy):
         model = move(model)
         after = stream_of(model)
         for name, tensor in before.items():
             assert same_bytes(after[name], tensor), (move, name)
 
-    assert not any("weight" in name for name in layer_of(model).base_layer.state_dict())
+    assert not fnmatch.filter(layer_of(model).base_layer.state_dict(), "*weight*")
 
 
 # Streams ------------------------------------------------------------------------------------------------------------
@@ -305,6 +318,7 @@ def test_the_stream_of_the_adapter_has_scaled_factors(checkpoint):
     weight = model.get_parameter(f"base_model.model.{LAYER}.lora_B.default.weight")
     name = f"base_model.model.{LAYER}.lora_B.weight"
 
+    # Two factors for three kinds of layers in two blocks.
     adapter = dict(adapter_tensors(model))
     assert len(adapter) == 12
     assert torch.equal(adapter[name], weight.bfloat16() * 4)
@@ -341,6 +355,7 @@ def store_in_high_precision(tensors):
     for name in list(tensors):
         if name.startswith(f"{LAYER}.weight"):
             del tensors[name]
+    # The shape is right.
     tensors[f"{LAYER}.weight"] = torch.ones(256, 128)
 
 

@@ -18,6 +18,7 @@ def test_forward_multiplies_by_the_dequantized_weight(scheme, bias):
 
     y = layer(x)
 
+    # The bias is added afterwards, as the engine adds it.
     expected = F.linear(x, dequantize(layer.low_bit(), torch.float32))
     if bias:
         expected = expected + layer.bias
@@ -41,6 +42,7 @@ def test_autocast_computes_in_bfloat16(scheme, bias):
     if bias:
         cast_bias = layer.bias.bfloat16()
     with torch.no_grad():
+        # The products themselves: tests/quant/gemms/test_gemm.py.
         expected, _ = layer.gemm.forward(x.bfloat16(), layer.low_bit(), cast_bias)
     assert torch.equal(y, expected)
 

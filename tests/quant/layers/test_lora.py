@@ -1,6 +1,7 @@
 """`qarl_trl.quant.layers.lora`: the merged weight and its three readers, gradients to A and B, and what is refused."""
 
 import copy
+import fnmatch
 
 import pytest
 import references
@@ -24,11 +25,19 @@ from qarl_trl.quant.layers import matmul
 from qarl_trl.quant.layers.lora import merged_weight
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from quant.schemes import relative_error, same_tensors
-from quant.toy_layers import make_gradient, make_input, quantized_input, record_quantizations
+from quant.schemes import copies, names_in, relative_error, same_tensors
+from quant.toy_layers import (
+    make_gradient,
+    make_input,
+    names_with_gradient,
+    quantized_input,
+    record_quantizations,
+    trained_parameters,
+)
 
 
 SCHEMES = ["W4A16", "FP8_DYNAMIC"]
+# Of attention and MLP, and not all of them: those without an adapter must stay as they are.
 ADAPTED = ["q_proj", "v_proj", "down_proj"]
 TOKENS = torch.tensor([[3, 4, 5, 6, 7]])
 
@@ -69,11 +78,7 @@ def stream_of(model):
 
 
 def copy_of_stream(model):
-    return {name: tensor.clone() for name, tensor in iter_low_bit_weights(model)}
-
-
-def trained_parameters(model):
-    return [param for param in model.parameters() if param.requires_grad]
+    return copies(iter_low_bit_weights(model))
 
 
 def layer_kinds(names):
@@ -98,6 +103,7 @@ def test_quantized_values_are_those_of_pefts_own_merge(tiny_model, changes):
     rounded = copy.deepcopy(model)
     with torch.no_grad():
         for param in rounded.parameters():
+            # The values that are merged: peft merges whatever the parameters hold.
             param.copy_(param.bfloat16())
 
     expected = stream_of(apply_quantization(rounded.merge_and_unload(), "W4A16"))
@@ -110,7 +116,7 @@ def test_quantized_values_are_those_of_pefts_own_merge(tiny_model, changes):
     base = stream_of(apply_quantization(tiny_model(), "W4A16"))
     differing = differing_names(base, stream)
     assert layer_kinds(differing) == set(ADAPTED)
-    assert len([name for name in differing if name.endswith("packed")]) == 6
+    assert len(fnmatch.filter(differing, "*packed")) == 6
 
 
 def test_autocast_leaves_the_merged_weight_alone():
@@ -189,10 +195,14 @@ def test_gradients_are_the_straight_through_ones(scheme):
 
 def test_a_step_moves_quantized_values_and_leaves_the_base_bit_for_bit(tiny_model):
     model = apply_quantization(with_adapters(tiny_model()), "W4A16")
-    base = {name: param.detach().clone() for name, param in model.named_parameters() if not param.requires_grad}
+    base = {}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            base[name] = param.detach().clone()
     before = copy_of_stream(model)
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
 
+    # Several steps, because merging and unmerging adds a rounding each time.
     for _ in range(3):
         model(TOKENS, labels=TOKENS).loss.backward()
         optimizer.step()
@@ -246,6 +256,7 @@ def test_another_adapter_has_its_own_quantized_values(tiny_model):
     """As TRL keeps a frozen copy of a given adapter, "ref", for reference log-probs."""
     model = with_adapters(tiny_model())
     model.add_adapter("ref", model.peft_config["default"])
+    # Another B than the policy's, so that the two can be told apart.
     randomize_factor_b(model, adapter="ref")
     apply_quantization(model, "W4A16")
     policy_logits = model(TOKENS).logits
@@ -304,7 +315,8 @@ def test_quantized_values_are_made_once_per_step_and_those_of_frozen_layers_once
     optimizer = torch.optim.AdamW(trained_parameters(model), lr=1e-2)
     low_bit_store(model).follow(optimizer)
 
-    for expected in (14, 6, 6):  # all layers, then those with an adapter
+    # All layers first, then only those with an adapter: the others do not change.
+    for expected in (14, 6, 6):
         quantizations.clear()
         for _ in range(2):
             model(TOKENS, labels=TOKENS).loss.backward()
@@ -336,6 +348,7 @@ def test_the_base_is_quantized_once_for_a_reference_model(tiny_model, monkeypatc
     quantizations.clear()
     with torch.no_grad(), model.disable_adapter():
         model(TOKENS)
+    # The base is the same after a step.
     assert not quantizations
 
 
@@ -351,6 +364,7 @@ def test_the_base_is_quantized_once_for_a_reference_model(tiny_model, monkeypatc
 )
 def test_quantized_values_follow_every_source(change):
     layer = make_layer()
+    # A store that nobody tells makes trained weights each time, which would hide a change that it misses.
     layer.store.will_be_told()
     before = layer.low_bit()
     assert layer.low_bit() is before
@@ -383,7 +397,9 @@ def test_the_stream_is_what_the_forward_multiplies_with(tiny_model, scheme, tens
     model(TOKENS)
 
     assert len(multiplied) == 14 * tensors_of_layer
-    assert {id(tensor) for tensor in multiplied} <= {id(tensor) for tensor in stream.values()}
+    sent = set(map(id, stream.values()))
+    for tensor in multiplied:
+        assert id(tensor) in sent
 
     plain = stream_of(apply_quantization(tiny_model("qwen2"), scheme))
     bias = "model.layers.0.self_attn.q_proj.bias"
@@ -395,15 +411,15 @@ def test_state_dict_and_parameters_are_those_of_the_peft_model(tiny_model):
     plain = with_adapters(tiny_model())
     model = apply_quantization(with_adapters(tiny_model()), "W4A16")
 
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert names_in(model.named_parameters()) == names_in(plain.named_parameters())
     assert model.state_dict().keys() == plain.state_dict().keys()
-    assert [param.requires_grad for param in model.parameters()] == [
-        param.requires_grad for param in plain.parameters()
-    ]
+    for param, plain_param in zip(model.parameters(), plain.parameters(), strict=True):
+        assert param.requires_grad == plain_param.requires_grad
 
     restored = remove_quantization(copy.deepcopy(model))
     assert torch.equal(restored(TOKENS).logits, plain(TOKENS).logits)
-    assert [type(module) for module in restored.modules()] == [type(module) for module in plain.modules()]
+    for module, plain_module in zip(restored.modules(), plain.modules(), strict=True):
+        assert type(module) is type(plain_module)
 
 
 def test_adapters_on_attention_go_with_low_bit_experts(tiny_model):
@@ -412,13 +428,13 @@ def test_adapters_on_attention_go_with_low_bit_experts(tiny_model):
 
     model(TOKENS, labels=TOKENS).loss.backward()
 
-    with_gradient = [name for name, param in model.named_parameters() if param.grad is not None]
+    with_gradient = names_with_gradient(model)
     assert {name.split(".")[-3] for name in with_gradient} == {"lora_A", "lora_B"}
 
     stream = stream_of(model)
     base = stream_of(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE))
     assert stream.keys() == base.keys()
-    assert any("experts" in name and name.endswith("weight_packed") for name in stream)
+    assert fnmatch.filter(stream, "*experts*weight_packed")
     assert layer_kinds(differing_names(stream, base)) == {"q_proj", "o_proj"}
 
 
@@ -478,6 +494,7 @@ def train_sharded(folder):
     optimizer.step()
     optimizer.zero_grad()
 
+    # From the second step on a sync comes before the forward, and both must have the same.
     stream_before = stream_of(model)
     model(TOKENS, labels=TOKENS).loss.backward()
     assert len(store.kept()) == len(list(store.layers()))
@@ -486,9 +503,8 @@ def train_sharded(folder):
     stream_after = stream_of(model)
     check_stream(stream_after, multiplied)
 
-    with_gradient = [name for name, param in model.named_parameters() if param.grad is not None]
     if torch.distributed.get_rank() == 0:
-        torch.save((stream_after, with_gradient), f"{folder}/rank_0.pt")
+        torch.save((stream_after, names_with_gradient(model)), f"{folder}/rank_0.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -497,16 +513,19 @@ def test_under_fsdp2_forward_and_sync_share_the_quantized_values_of_one_process(
     isolated_group(train_sharded, 2, str(tmp_path))
 
     stream, with_gradient = torch.load(tmp_path / "rank_0.pt")
+    # Two factors for three kinds of layers in two blocks.
     assert len(with_gradient) == 12
-    assert all("lora_" in name for name in with_gradient)
+    for name in with_gradient:
+        assert "lora_" in name
 
     untrained = stream_of(apply_quantization(with_adapters(tiny_model()), "W4A16"))
     assert stream.keys() == untrained.keys()
-    packed = [name for name in untrained if name.endswith("weight_packed")]
-    without_adapter = [name for name in packed if name.split(".")[-2] not in ADAPTED]
+    without_adapter = 0
+    for name in fnmatch.filter(untrained, "*weight_packed"):
+        if name.split(".")[-2] not in ADAPTED:
+            without_adapter += 1
+            assert torch.equal(stream[name], untrained[name]), name
     assert without_adapter
-    for name in without_adapter:
-        assert torch.equal(stream[name], untrained[name]), name
 
     # Control: the steps changed a layer with an adapter.
     trained = "model.layers.0.mlp.down_proj.weight_packed"

@@ -54,6 +54,7 @@ def test_gradient_of_the_input_goes_through_the_low_bit_weight_of_the_forward():
 
     y = layer(x)
     with torch.no_grad():
+        # As an optimizer step between a forward and its backward would.
         layer.weight.mul_(3.0)
     y.backward(grad)
 
@@ -74,6 +75,7 @@ def bytes_kept_for_backward(module, x):
 
     def pack(tensor):
         storage = tensor.untyped_storage()
+        # By storage, because autograd keeps several views of one tensor.
         if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = tensor
         return tensor
@@ -132,4 +134,5 @@ def test_checkpointing_gives_equal_gradients_and_quantizes_no_more(scheme, reent
 
     for expected, tensor in zip(plain, checkpointed, strict=True):
         assert torch.equal(tensor, expected)
+    # Two layers, once each: the recomputed forward takes what is kept.
     assert len(calls) == 2

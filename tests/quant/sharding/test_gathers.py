@@ -105,6 +105,7 @@ def kept_bytes(model: nn.Module) -> int:
 
 def train(model: nn.Module, steps: int = 3) -> list[Step]:
     """Train with AdamW, two micro-batches a step; gradients accumulate as shards, and in the second step whole."""
+    # So large a step that quantized values change in each.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     low_bit_store(model).follow(optimizer)
 
@@ -116,8 +117,11 @@ def train(model: nn.Module, steps: int = 3) -> list[Step]:
         quantized_shapes.append(weight.shape)
         return quantize_weight(weight, *args)
 
+    trained = []
     with patch.object(shards, "quantize_weight", recorded):
-        return [train_one_step(model, optimizer, step, quantized_shapes) for step in range(steps)]
+        for step in range(steps):
+            trained.append(train_one_step(model, optimizer, step, quantized_shapes))
+    return trained
 
 
 def train_one_step(
@@ -130,6 +134,7 @@ def train_one_step(
     with MovedBytes() as moved:
         for micro_batch in range(2):
             model.set_requires_gradient_sync(step != 1 or micro_batch == 1)
+            # Other tokens in each process, micro-batch and step: a gradient that is not reduced would show.
             tokens = torch.arange(8)[None] + 3 * rank + 5 * micro_batch + step
             output = model(tokens, labels=tokens)
             output.loss.backward()
@@ -155,7 +160,7 @@ def train_one_step(
 
 def same_step(one: Step, other: Step) -> bool:
     assert len(one.tensors) == len(other.tensors)
-    return all(same_bytes(a, b) for a, b in zip(one.tensors, other.tensors, strict=True))
+    return all(map(same_bytes, one.tensors, other.tensors))
 
 
 def check_forwards_without_gradient(by_weights: nn.Module, by_quantized: nn.Module) -> None:
@@ -189,7 +194,9 @@ def low_bit_matrices(model: nn.Module) -> list[Any]:
     matrices = []
     for _, layer in quantized_modules(model):
         module: Any = layer
-        matrices += [param for param in module.parameters(recurse=False) if param.ndim > 1]
+        for param in module.parameters(recurse=False):
+            if param.ndim > 1:
+                matrices.append(param)
     return matrices
 
 
@@ -214,18 +221,22 @@ def train_both_ways(kind: str, scheme: str) -> dict[str, Any]:
 
     matrices = low_bit_matrices(model_by_quantized)
     assert matrices
-    assert all(type(param.to_local()) is MasterShard for param in matrices)
+    for param in matrices:
+        assert type(param.to_local()) is MasterShard
     torch.distributed.destroy_process_group()
 
     for step in (*by_weights, *by_quantized):
-        step.tensors = []  # too many to send to the test
+        # Too many to send to the test by a pipe.
+        step.tensors = []
     steps = list(zip(by_weights, by_quantized, strict=True))
     return {"steps": steps, "matrices": len(matrices), "entries": sum(param.numel() for param in matrices)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "scheme", "bits"), [("qwen2", "FP8_DYNAMIC", 8.1), ("qwen3_moe", "W4A16_ASYM", 4.15625)]
+    # Bits of an entry: 8 and the scales of channels; 4, the scale of a group (16 / 128) and its zero point (4 / 128).
+    ("kind", "scheme", "bits"),
+    [("qwen2", "FP8_DYNAMIC", 8.1), ("qwen3_moe", "W4A16_ASYM", 4.15625)],
 )
 def test_training_by_gathered_quantized_values_is_training_by_gathered_weights(kind, scheme, bits):
     for result in isolated_group(train_both_ways, 2, kind, scheme):
@@ -310,6 +321,7 @@ def test_a_master_shard_writes_to_the_tensor_that_it_was_made_of():
 
     with torch.no_grad():
         master[1:3].mul_(0)
+        # As an optimizer writes, to many parameters at once.
         torch._foreach_add_([master], 1)
 
     assert torch.equal(plain[1:3], torch.ones(2, 8))
@@ -352,6 +364,7 @@ def number_of_master_shards(model, ranks=2):
 @pytest.mark.parametrize(
     ("scheme", "ranks", "number"),
     [
+        # By all that decides: the number of processes, whether it divides the rows, and what rows share.
         ("W4A16", 2, 7),
         ("W4A16", 1, 0),
         ("W4A16", 3, 0),
@@ -369,6 +382,7 @@ def test_quantized_values_are_gathered_where_each_process_can_make_its_own(schem
 def test_quantized_values_of_experts_are_gathered():
     model = apply_quantization(make_dense(kind="qwen3_moe"), "W4A16")
 
+    # Four layers of attention, and two parameters of experts.
     assert number_of_master_shards(model) == 4 + 2
 
 
@@ -379,5 +393,6 @@ def test_whole_weights_are_gathered_where_the_forward_or_an_adapter_needs_them()
     bfloat16 = apply_quantization(make_dense(dtype=torch.bfloat16), "W4A16")
     assert number_of_master_shards(bfloat16) == 0
 
+    # Seven layers less the two with an adapter, whose merged weight needs the whole base.
     adapted = get_peft_model(make_dense(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
     assert number_of_master_shards(apply_quantization(adapted, "W4A16")) == 5

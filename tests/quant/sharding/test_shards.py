@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, quantized_modules, resolve_scheme
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantize_weight, resolve_scheme
 from qarl_trl.quant.sharding.shards import quantize_shards
 from quant.schemes import NAMES, normal, same_bytes, same_tensors
+from quant.toy_layers import low_bit_parameters_of
 
 
 pytestmark = pytest.mark.slow
@@ -27,6 +28,7 @@ GATHERED_AS_WEIGHT = {("W4A16_ASYM", (24, 128)), ("FP8_BLOCK", (128, 128)), ("FP
 
 
 def sharded(weight, mesh):
+    # FSDP2 shards over all processes. HSDP shards over some, and replicates over the others.
     placements = [Shard(0)] if mesh.ndim == 1 else [Replicate(), Shard(0)]
     return distribute_tensor(weight, mesh, placements, src_data_rank=None)
 
@@ -50,6 +52,7 @@ def what_was_gathered(scheme, weight, mesh):
     for tensor in low_bit.tensors.values():
         assert tensor.nbytes == tensor.untyped_storage().nbytes()  # no part of a larger tensor
 
+    # With an odd number of rows the smaller shard is padded.
     share = math.ceil(len(weight) / 2) / len(weight)
     bytes_of_quantized = share * stored_bytes(expected.tensors)
     bytes_of_weight = share * 2 * weight.numel()  # bfloat16
@@ -76,6 +79,7 @@ def check_that_misplaced_rows_are_seen(mesh):
 
     def misplaced(rows, mesh, *args, **kwargs):
         rank = mesh.get_local_rank(mesh.ndim - 1)
+        # By one, and only where `rank` is 1.
         return from_local(rows.roll(rank, 0), mesh, *args, **kwargs)
 
     with patch.object(DTensor, "from_local", misplaced):
@@ -97,7 +101,9 @@ def quantize_in_processes(processes):
 @pytest.mark.parametrize("processes", [2, 4], ids=["FSDP2", "HSDP"])
 def test_quantized_values_of_shards_are_those_of_the_whole_weight(processes):
     for gathered in isolated_group(quantize_in_processes, processes, processes):
-        assert {case for case, what in gathered.items() if what == "weight"} == GATHERED_AS_WEIGHT
+        as_weight = {case for case, what in gathered.items() if what == "weight"}
+        assert as_weight == GATHERED_AS_WEIGHT
+        # Six schemes take all shapes, W4A16_ASYM takes six, and FP8_BLOCK four.
         assert len(gathered) == 6 * len(SHAPES) + 6 + 4
 
 
@@ -112,12 +118,14 @@ def trained_under_fsdp2(scheme):
     """The model after a step, in two processes."""
     mesh = init_device_mesh("cpu", (2,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    # A tied head is one parameter under two names, and must be gathered once.
     model = make_tied_model(scheme)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
     tokens = torch.arange(8)[None]
     model(tokens, labels=tokens).loss.backward()
+    # After a step, so that shards hold other weights than the model was made with.
     torch.optim.AdamW(model.parameters(), lr=1e-2).step()
     return model
 
@@ -146,15 +154,20 @@ def sync_in_processes(scheme):
     check_stream(stream, scheme, master_weights)
     torch.distributed.destroy_process_group()
 
-    low_bit_names = {f"{name}.weight" for name, _ in quantized_modules(model)}
-    all_entries = sum(weight.numel() for weight in master_weights.values())
-    low_bit_entries = sum(master_weights[name].numel() for name in low_bit_names)
+    low_bit_names = low_bit_parameters_of(model)
+    low_bit_entries = 0
+    other_entries = 0
+    for name, weight in master_weights.items():
+        if name in low_bit_names:
+            low_bit_entries += weight.numel()
+        else:
+            other_entries += weight.numel()
     return {
         "by_sync": by_sync.gathered,
         "by_weights": by_weights.gathered,
         "stream": stored_bytes(stream),
         "low_bit_entries": low_bit_entries,
-        "other_entries": all_entries - low_bit_entries,
+        "other_entries": other_entries,
     }
 
 

@@ -16,6 +16,7 @@ from qarl_trl.rollout.server import files
 from qarl_trl.rollout.server.client import ServerClient
 from qarl_trl.rollout.server.facts import engine_facts
 from qarl_trl.rollout.server.files import read_parts
+from qarl_trl.rollout.server.key import find_key, make_key
 from qarl_trl.rollout.vllm.adapters import ADAPTER_NAME
 
 
@@ -52,15 +53,18 @@ class Stub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def client_of(answers, folder="nowhere"):
+def client_of(answers, folder="nowhere", connection_timeout=0.0):
     """A client of a stub with these answers; `client.asked` lists path, body and key of every request."""
     stub = ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    # What TRL's constructor asks.
     stub.answers = {"/v1/models": {"data": [{"id": "m"}]}, "/get_world_size": {"world_size": 1}} | answers
     stub.asked = []
+    # It looks every 0.02 s whether to stop, so that a test does not wait for the usual half second.
     threading.Thread(target=stub.serve_forever, args=(0.02,), daemon=True).start()
 
     try:
-        client = ServerClient(folder, base_url=f"http://127.0.0.1:{stub.server_address[1]}")
+        address = f"http://127.0.0.1:{stub.server_address[1]}"
+        client = ServerClient(folder, base_url=address, connection_timeout=connection_timeout)
         client.asked = stub.asked
         yield client
     finally:
@@ -80,6 +84,7 @@ QUANTIZATION = {"config_groups": {"group_0": {"weights": {"num_bits": 4}, "input
 
 def changed_facts(config, changes):
     """The facts of a server with `changes` in its config, its quantization or its vLLM."""
+    # The trainer's own facts are made of the same object.
     config = copy.deepcopy(config)
     for name in changes.keys() & config.to_dict().keys():
         setattr(config, name, changes[name])
@@ -97,6 +102,7 @@ def changed_facts(config, changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        # One fact each: of the model, of its quantization, of the cache, of an adapter, of vLLM, and of the ranks.
         ({"rms_norm_eps": 1e-5}, "config.rms_norm_eps must be 1e-06, got 1e-05"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta must be 10000.0, got 5.0"),
         ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
@@ -125,6 +131,7 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, chang
 def test_a_server_with_other_settings_of_no_matter_is_taken(tiny_model, version, random):
     """And it says whether its weights are random."""
     config = tiny_model().config
+    # None of these changes the log-prob of a token.
     changes = {"use_cache": False, "eos_token_id": 7, "attention_dropout": 0.1}
     answers = {"/qarl_state": [{"version": version, "facts": changed_facts(config, changes)}]}
 
@@ -140,6 +147,7 @@ def test_a_server_that_nobody_started_as_ours_is_told_how():
 
 
 def test_no_server_or_something_else_at_the_address_is_one_clear_error():
+    # Nobody listens at port 9.
     nobody = r"No vLLM server answers at http://127.0.0.1:9 after 0 s.*qarl-trl serve"
     with pytest.raises(ConnectionError, match=nobody):
         ServerClient("nowhere", base_url="http://127.0.0.1:9")
@@ -149,6 +157,35 @@ def test_no_server_or_something_else_at_the_address_is_one_clear_error():
         pass
 
 
+def test_a_run_that_waits_for_its_server_says_so_once_and_takes_the_key_that_the_server_makes(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr("qarl_trl.rollout.server.client.time.sleep", lambda seconds: None)
+    folder = tmp_path / "sync"
+    starts = iter([503, 503, 200])
+
+    def health(body):
+        status = next(starts)
+        if status == 200:
+            make_key(str(folder))
+        return status, {}
+
+    with client_of({"/health": health}, folder, connection_timeout=30) as client:
+        client._get(f"{client.base_url}/weights")
+
+    (said,) = [record.getMessage() for record in caplog.records if record.name.endswith("server.client")]
+    assert f"at {client.base_url} yet: waiting for up to 30 s" in said
+    assert "qarl-trl serve --config" in said
+    assert client.asked[-1][2] == f"Bearer {find_key(folder)}"
+    assert len(find_key(folder)) == 32
+
+    # Control: where the server is there, nothing is said.
+    caplog.clear()
+    with client_of({}, folder, connection_timeout=30):
+        assert caplog.records == []
+
+
 def test_the_key_goes_with_every_request_and_a_wrong_one_is_a_permission_error(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
 
@@ -156,19 +193,21 @@ def test_the_key_goes_with_every_request_and_a_wrong_one_is_a_permission_error(m
         with pytest.raises(PermissionError):
             client._get(f"{client.base_url}/weights")
 
+        # `/health` needs none.
         keys = {key for path, _, key in client.asked if path != "/health"}
         assert keys == {"Bearer sesame"}
 
 
 def test_a_machine_that_vanishes_is_noticed_by_keepalive_packets():
     with client_of({}) as client:
-        # A connection as `requests` would make it.
+        # A connection as `requests` would make it, by urllib3: `requests` itself says nothing of its sockets.
         manager = client.session.get_adapter(client.base_url).poolmanager
         pool = manager.connection_from_url(client.base_url)
         connection = pool.ConnectionCls(pool.host, pool.port, **pool.conn_kw)
         connection.connect()
 
         assert connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        # Linux waits two hours before it asks for the first time.
         assert connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 300
         connection.close()
 
@@ -186,6 +225,7 @@ def states_in_turn(*versions):
 
 
 def test_a_completion_of_the_synced_weights_is_returned():
+    # The version before and after the batch: in between another run may have synced.
     answers = {"/qarl_state": states_in_turn(["mine"], ["mine"]), "/v1/completions": COMPLETION}
 
     with client_of(answers) as client:
@@ -260,11 +300,13 @@ def test_a_sync_arrives_and_its_files_are_removed(tmp_path):
         client.sync(TENSORS.items())
 
         (asked,) = [body for path, body, _ in client.asked if path == "/qarl_load"]
+        # Version, number of files, and whether an adapter lies beside them.
         assert asked == [client.version, 1, False]
         assert client.version.endswith("-1")
 
     assert sorted(name for name, _ in received) == ["a", "b"]
-    assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in received)
+    for name, tensor in received:
+        assert torch.equal(tensor, TENSORS[name]), name
     assert is_empty(tmp_path)
 
 
@@ -279,6 +321,7 @@ def test_an_adapter_lies_beside_the_files_of_the_base_and_is_the_model_of_later_
     received = []
     adapters = []
 
+    # The adapter's file is there while the server loads, and it is gone afterwards.
     def load(body):
         folder = tmp_path / body[0]
         adapters.append(load_file(folder / "adapter_model.safetensors"))
@@ -290,6 +333,7 @@ def test_an_adapter_lies_beside_the_files_of_the_base_and_is_the_model_of_later_
         client.sync((base | FACTORS).items())
 
         (asked,) = [body for path, body, _ in client.asked if path == "/qarl_load"]
+        # No file of the base where only the adapter is sent.
         assert asked == [client.version, len(base) and 1, True]
         assert client.model == ADAPTER_NAME
 
@@ -302,6 +346,7 @@ def test_an_adapter_lies_beside_the_files_of_the_base_and_is_the_model_of_later_
 @pytest.mark.parametrize(
     ("route", "answer", "words"),
     [
+        # The server itself, one of its ranks, and a cache that would answer with old weights.
         ("/qarl_load", (500, {"error": "unknown"}), "refused /qarl_load .500.*unknown"),
         ("/qarl_load", (200, [None, {"error": "kept old"}]), "failed in 1 of 2 ranks .*rank 1: kept"),
         ("/reset_prefix_cache", (200, {"success": False}), "could not reset its prefix cache"),
@@ -315,6 +360,7 @@ def test_a_sync_that_the_server_refuses_leaves_nothing_to_sample_from(tmp_path, 
         with pytest.raises(RuntimeError, match=words):
             client.sync(TENSORS.items())
 
+        # No version: no completion can be of these weights.
         assert client.version is None
         assert is_empty(tmp_path)
 

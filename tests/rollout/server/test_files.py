@@ -17,6 +17,7 @@ def test_parts_end_at_their_size_and_hold_views_of_one_storage(tmp_path):
 
     assert save_parts(stream, tmp_path, limit=64) == 2
 
+    # Views of one storage, which safetensors itself refuses.
     first = load_file(tmp_path / "0.safetensors")
     second = load_file(tmp_path / "1.safetensors")
     assert torch.equal(torch.cat([first["b"], first["a"]]), second["c"])
@@ -25,6 +26,7 @@ def test_parts_end_at_their_size_and_hold_views_of_one_storage(tmp_path):
 def test_a_part_has_the_mode_that_the_umask_says(tmp_path):
     save_parts(TENSORS.items(), tmp_path)
 
+    # safetensors writes without regard to the umask, and a server may be another user's.
     ordinary = tmp_path / "ordinary"
     ordinary.touch()
     assert (tmp_path / "0.safetensors").stat().st_mode == ordinary.stat().st_mode
@@ -43,7 +45,8 @@ def test_a_sync_is_read_by_the_name_of_its_folder(root):
     read = dict(read_parts(root, "run-1", 1))
 
     assert read.keys() == TENSORS.keys()
-    assert all(torch.equal(read[name], TENSORS[name]) for name in TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(read[name], tensor), name
 
 
 def test_no_other_folder_is_read(root, tmp_path):

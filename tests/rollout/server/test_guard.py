@@ -20,6 +20,7 @@ class Engine:
     async def collective_rpc(self, method, args):
         if "qarl_state" in args:
             self.errored = True
+            # An engine that died never answers.
             await asyncio.Event().wait()
         return [method, *args]
 
@@ -46,6 +47,7 @@ class GuardedApp:
 def ask(monkeypatch):
     """Sends a request with the right headers; `headers` replace these, and an empty one is left out."""
     monkeypatch.setenv(KEY, "sesame")
+    # Without a socket: the application is called as a web server calls it.
     transport = httpx.ASGITransport(app=GuardedApp())
 
     async def send(method, path, headers, content):
@@ -106,6 +108,7 @@ def test_a_call_of_an_engine_that_dies_is_answered(ask):
 
 @pytest.mark.parametrize("host", ["[::1]:8000", "localhost", "Node7.cluster:8000"])
 def test_a_server_answers_by_its_addresses_and_its_names(ask, monkeypatch, host):
+    # As `qarl-trl serve` sets it from its `--host`.
     monkeypatch.setenv(HOSTS, "127.0.0.1,node7.cluster")
 
     assert ask("GET", "/health", host=host).status_code == 200

@@ -15,6 +15,7 @@ class Extended(Worker, WorkerExtension):
     """vLLM's worker with our methods, without device and model."""
 
     def __init__(self, sync_folder):
+        # Any module: a version is an attribute of it.
         model = torch.nn.Linear(1, 1)
         self.model_runner = SimpleNamespace(get_model=lambda: model, reset_lora_state=lambda: None)
         self.vllm_config = SimpleNamespace(
@@ -35,6 +36,7 @@ def worker(tmp_path, monkeypatch):
     def reload(model, run, has_graphs):
         worker.seen.append(model.qarl_version)
         if worker.fails:
+            # As `reload_model` says that a tensor is missing: some of the weights are then new.
             raise RuntimeError("The engine kept old values")
 
     monkeypatch.setattr(reloading, "reload_model", reload)
@@ -69,6 +71,7 @@ def test_an_adapter_alone_needs_the_base_of_its_own_run(worker, tmp_path, monkey
     loaded = []
     monkeypatch.setattr(adapters, "load_adapter", lambda model, add, folder: loaded.append(folder.name))
     model = worker.model_runner.get_model()
+    # A folder without files of a base.
     for folder in ("run-2", "other-1"):
         (tmp_path / folder).mkdir()
 

@@ -25,6 +25,7 @@ def sync_check(learner, every=1, others=()):
     PartialState(cpu=True)  # its warnings go to the first process
     learner_answers = iter(learner)
     reported = []
+    # The learner's own noise: the same in each check, as `rounding_noise` draws it.
     rounding = NOISE * torch.randn(TOKENS, generator=torch.Generator().manual_seed(7))
 
     def score():
@@ -115,10 +116,12 @@ def test_what_cannot_be_judged_is_said_once_and_stops_nothing(caplog, case):
     run_checks(check, [before, *[case.plain] * 3])
 
     assert caplog.text.count("verify_sync cannot tell") == 1
+    # The limit is infinite here, which no log can hold.
     assert all(math.isfinite(value) for _, value in reported)
 
 
 def test_a_process_stops_for_the_engine_of_another(case):
+    # Mismatch, noise floor, limit, and the share that followed: far beyond its limit.
     other = [3.0, 0.1, 0.5, math.nan]
     check, reported = sync_check([case.plain], others=[other])
 

@@ -38,6 +38,7 @@ class Mixture:
     """
 
     def __init__(self, folder, scheme):
+        # Random norms, because norms of 1 hide where an engine rounds.
         self.folder = save_model(folder, layers=4, norms=True, experts=8)
         self.scheme = scheme
         self.tokens = sync_check_tokens(AutoTokenizer.from_pretrained(self.folder), 64)
@@ -52,6 +53,7 @@ class Mixture:
                 fault(model)
 
         model = apply_quantization(model, self.scheme)
+        # As a trainer scores: an engine computes in bfloat16.
         with torch.autocast("cpu", torch.bfloat16):
             return learner_logps(model, self.tokens)
 
@@ -77,6 +79,7 @@ def random_weights(model):
     torch.manual_seed(11)
     for parameter in model.parameters():
         if parameter.ndim > 1:
+            # As an engine before its first sync, but of the right size, so that its answers are not absurd.
             parameter.copy_(parameter.std() * torch.randn_like(parameter))
 
 
@@ -108,6 +111,7 @@ def exchange_all_experts(model):
 
 
 def test_a_right_sync_passes_and_one_that_did_not_arrive_stops(mixture):
+    # The learner stands for the engine, so a right sync leaves no difference at all.
     assert mixture.floors() == 0
     assert not mixture.read().wrong
     assert mixture.read(random_weights).wrong

@@ -10,6 +10,7 @@ from qarl_trl.rollout.sync_check.rounding_noise import rounding_noise
 
 @torch.no_grad()
 def test_the_noise_is_one_rounding_of_each_output():
+    # So many outputs that the largest factor comes near its bound.
     layer = nn.Linear(64, 4096)
     x = torch.randn(2, 64)
     clean = layer(x)
@@ -48,6 +49,7 @@ def test_the_noise_reaches_experts(tiny_model, scheme):
         apply_quantization(model, scheme)
     experts = model.model.layers[0].mlp.experts
     x = torch.randn(64, experts.gate_up_proj.shape[-1])
+    # All experts in turn, two for each token.
     choices = torch.arange(128).view(64, 2) % len(experts.gate_up_proj)
     weights = torch.full((64, 2), 0.5)
 

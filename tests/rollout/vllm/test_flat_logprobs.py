@@ -34,6 +34,7 @@ def outputs(completions, flat):
             logprobs = create_sample_logprobs(flat)
             for token_ids, values, rank in steps:
                 candidates = len(token_ids) - 1
+                # vLLM decodes tokens for its objects. Nobody reads that, so there is nothing to decode.
                 append_logprobs_for_next_position(
                     logprobs, token_ids, values, itertools.repeat(None), rank, candidates
                 )
@@ -60,6 +61,7 @@ def test_flat_lists_give_what_trl_reads_from_objects(completions):
     given = extract_logprobs(outputs(completions, flat=True))
 
     assert given == expected
+    # Control: these are the flat lists. An older vLLM would have given objects to both.
     if completions and completions[-1]:
         assert isinstance(outputs(completions, flat=True)[0].outputs[0].logprobs, FlatLogprobs)
 
@@ -70,6 +72,7 @@ def test_a_nan_is_none_and_the_comparison_would_notice_a_wrong_token():
 
     assert logprobs == [[[-0.5], [None], [-2.25], [-math.inf]]]
     assert token_ids == [[[7], [3], [7], [0]]]
+    # The same log-probs for another token.
     other = [([8], [-0.5], 1), *SAMPLED[1:]]
     assert extract_logprobs(outputs([other], flat=True)) != (logprobs, token_ids)
 
@@ -86,6 +89,7 @@ def test_one_log_prob_a_token_is_not_sorted(monkeypatch):
 
 
 def test_trl_reads_log_probs_by_our_function():
+    # TRL calls it by this name from this module. If not, replacing it would do nothing, and say nothing.
     assert "extract_logprobs" in vllm_generation.VLLMGeneration.generate.__code__.co_names
     with extracted_by(extract_logprobs):
         assert vllm_generation.extract_logprobs is extract_logprobs

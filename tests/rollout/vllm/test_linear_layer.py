@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from quant.schemes import NVFP4, low_bit_of, normal, relative_error, same_bytes
+from quant.schemes import NVFP4, copies, low_bit_of, normal, relative_error, same_bytes, same_tensors
 
 from qarl_trl.quant.gemms.activations import quantize_tokens_int8
 from qarl_trl.quant.gemms.gemm import Fp8BlockGemm, Fp8Gemm, Int4Fp8Gemm, Int8Gemm
@@ -35,10 +35,11 @@ def kernel_of(low_bit):
 
 @pytest.mark.engine
 def test_a_layer_is_made_once_for_quantized_and_does_not_touch_them(monkeypatch):
+    # A config is kept for the process, and another test may have made it.
     monkeypatch.setattr(linear_layer._configs, "schemes", {})
     low_bit = low_bit_of("W4A16")
     low_bit.scheme.targets = ["re:.*down_proj"]  # a recipe's, which is read for any layer
-    before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+    before = copies(low_bit.tensors.items())
     x = normal(3, 256, dtype=BF16)
 
     y = linear_layer.engine_product(x, low_bit)
@@ -47,7 +48,7 @@ def test_a_layer_is_made_once_for_quantized_and_does_not_touch_them(monkeypatch)
     assert same_bytes(y, linear_layer.engine_product(x, low_bit_of("W4A16")))
     assert same_bytes(y, linear_layer.engine_product(x, low_bit))
     assert low_bit.prepared["engine"] is layer
-    assert all(same_bytes(low_bit.tensors[name], before[name]) for name in before)
+    assert same_tensors(low_bit.tensors, before)
     assert low_bit.scheme.targets == ["re:.*down_proj"]
 
 
@@ -66,6 +67,7 @@ def test_other_tensors_than_the_layers_and_a_size_that_no_kernel_takes_are_error
 
 @pytest.fixture
 def no_garbage_collector():
+    # What goes without it has no cycle.
     gc.disable()
     yield
     gc.enable()
@@ -129,6 +131,7 @@ def settings_of_layers(monkeypatch):
 def test_a_layer_needs_no_ranks_and_leaves_block_scales_as_the_engine_does(settings_of_layers, monkeypatch):
     from vllm.distributed import parallel_state
 
+    # Control: vLLM's own call, which its layers make, needs a group of ranks.
     with pytest.raises(AssertionError):
         parallel_state.get_tensor_model_parallel_rank()
     monkeypatch.delenv(start.BLOCK_SCALES, raising=False)
@@ -339,6 +342,7 @@ def marlin(hopper, monkeypatch):
 
     monkeypatch.setattr(ops, "gptq_marlin_repack", repack)
     monkeypatch.setattr(torch.ops.vllm, "marlin_gemm", gemm, raising=False)
+    # On a Hopper vLLM takes Machete wherever it can.
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MacheteLinearKernel")
     return calls
 
@@ -363,6 +367,7 @@ def test_nvfp4_is_loaded_with_the_synced_tensors(hopper, monkeypatch):
     from vllm.model_executor.kernels.linear.nvfp4 import marlin
 
     def gemm(input, weight, weight_scale, weight_global_scale, **_):
+        # The eight magnitudes of a 4-bit float. The highest bit is the sign.
         magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         packed = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1).int()
         values = magnitudes[packed & 7] * torch.where(packed > 7, -1, 1)

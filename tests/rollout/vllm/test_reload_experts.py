@@ -12,6 +12,7 @@ from qarl_trl.rollout.vllm.reload_experts import _take_over
 
 def layer_of_experts() -> torch.nn.Module:
     layer = torch.nn.Module()
+    # Scales that are a parameter of the layer, which vLLM's own reload fills.
     layer.w13_weight_scale = torch.nn.Parameter(torch.ones(4, 8, 1), requires_grad=False)
     return layer
 
@@ -29,6 +30,7 @@ def test_only_what_is_no_parameter_is_filled():
 
     _take_over(layer, first, scales_of(torch.full((4, 8, 1), 2.0), torch.full((4, 6, 1), 3.0)))
 
+    # The same memory with new numbers: a graph reads the address.
     assert first.w2_scale is constant
     assert (constant == 3).all()
     assert (layer.w13_weight_scale == 1).all()  # vLLM's reload fills it

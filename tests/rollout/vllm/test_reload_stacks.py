@@ -32,6 +32,7 @@ SHARDS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w
 def layer_for(weights: dict[str, torch.Tensor], strategy: str, ranks: int = 1, rank: int = 0) -> Any:
     """vLLM's layer of experts, with empty parameters for one rank of the experts in a checkpoint, and nothing else."""
     layer: Any = RoutedExperts.__new__(RoutedExperts)
+    # Past vLLM's constructor, which needs an engine: the loader reads only these attributes.
     torch.nn.Module.__init__(layer)
     layer.layer_name = NAME
     layer.quant_config = None
@@ -71,6 +72,7 @@ def load_one_by_one(layer: Any, weights: dict[str, torch.Tensor]) -> None:
         number, projection, local = name.removeprefix(f"{NAME}.").split(".")
         place, shard = SHARDS[projection]
         parameter = getattr(layer, f"{place}_{local}")
+        # An expert's number as an index: stacks have a slice there.
         parameter.weight_loader(parameter, tensor, f"{NAME}.{place}_{local}", shard, int(number), return_success=True)
 
 
@@ -95,12 +97,14 @@ def test_a_stack_fills_the_parameter_as_its_experts_do(scheme, rank):
     rest = dict(load_stacks(layer, iter_low_bit_weights(learner, stacked=True)))
 
     assert bytes_of(layer) == bytes_of(expected)
+    # Control: something was loaded into each.
     assert all(parameter.float().any() for parameter in layer.parameters())
     # What the rest of the engine needs.
     assert rest.keys() == {name for name in weights if not name.startswith(NAME)}
 
 
 def some_experts(layer: Any) -> None:
+    # Expert parallelism: two of the four are another rank's.
     layer._expert_map = torch.tensor([0, 1, -1, -1])
 
 
@@ -109,6 +113,7 @@ def another_number(layer: Any) -> None:
 
 
 def turned(layer: Any) -> None:
+    # As in vLLM 0.26.
     layer.w13_weight_packed.is_transposed = True
 
 

@@ -25,6 +25,7 @@ class Merged(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(4, 3))
         self.weight.weight_loader = self.load_part
+        # Of a quantized cache. No checkpoint of ours has it.
         self.k_scale = nn.Parameter(torch.zeros(1))
 
     @staticmethod
@@ -49,6 +50,7 @@ class Model(nn.Module):
                 param.weight_loader(param, tensor, parts[name])
             else:
                 param = params[name]
+                # As vLLM's models load: a parameter may have a loader of its own.
                 loader = getattr(param, "weight_loader", default_weight_loader)
                 loader(param, tensor)
 
@@ -75,8 +77,9 @@ def test_an_engine_that_takes_everything_is_accepted():
     """Scales of a cache, which a sync never has, are not waited for."""
     model = reload()
 
-    weights = [param for name, param in model.named_parameters() if name.endswith("weight")]
-    assert all((weight == 1).all() for weight in weights)
+    for name, param in model.named_parameters():
+        if name.endswith("weight"):
+            assert (param == 1).all(), name
 
 
 @pytest.mark.parametrize(("lost", "name"), [("head.weight", "head.weight"), ("up", "merged.weight")])
@@ -93,6 +96,7 @@ def test_a_tied_weight_needs_one_of_its_names():
 
 
 def test_an_engine_that_does_not_load_is_an_error():
+    # A reload that does nothing. Without the error nothing would be checked, and all would look well.
     with pytest.raises(RuntimeError, match="reloaded without its loaders"):
         reloading.reload_model(Model(), lambda: None)
 

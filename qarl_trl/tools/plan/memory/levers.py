@@ -141,6 +141,7 @@ def smaller_micro_batches(rows: int, settings: Any) -> list[Lever]:
     """
     levers = []
     for parts in range(2, rows + 1):
+        # Only divisors: an update must keep its number of rows.
         if rows % parts != 0:
             continue
 

@@ -129,8 +129,10 @@ def arms_of(settings: Any) -> dict[str, Options]:
         settings: The config of the recipe.
     """
     scheme = settings.quant_name
+    # A recipe in bfloat16 is compared with the scheme that is the default.
     if scheme == "none":
         scheme = "W4A16"
+    # One arm of each kind: 4-bit weights, and float8 products.
     other = "W4A16" if scheme.startswith("FP8") else "FP8_DYNAMIC"
 
     # What the recipe itself names is not given again: it may be a file, or in the checkpoint.

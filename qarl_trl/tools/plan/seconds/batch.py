@@ -60,6 +60,7 @@ def answer_lengths(count: int, mean: float, longest: int) -> list[int]:
 
     # The scale that has the mean, by bisection: what is cut off makes it larger than the mean of the quantiles says.
     low = 0.0
+    # With this scale the shortest answer would have the largest length, so the mean is reached below it.
     high = longest / spreads[0]
     for _ in range(BISECTIONS):
         scale = (low + high) / 2
@@ -69,5 +70,6 @@ def answer_lengths(count: int, mean: float, longest: int) -> list[int]:
             high = scale
 
     lengths = [max(1, round(min(longest, high * spread))) for spread in spreads]
+    # An engine does not get its answers sorted by length.
     random.Random(0).shuffle(lengths)
     return lengths

@@ -33,6 +33,7 @@ def optimizer_seconds(run: Run, gpu: Gpu, costs: Costs) -> float:
             share = local / parameter.entries
             seconds += share * _muon_seconds(parameter, gpu, costs)
 
+    # Paged state comes to the GPU, and goes back.
     seconds += 2 * optimizer_state(run, paged=True) / costs.paging
     if run.ranks > 1 and not run.fsdp2:  # DDP sums all gradients: each goes out, and comes back
         seconds += 2 * trained_bytes(run) / (gpu.link * costs.link_share)
@@ -43,6 +44,7 @@ def _muon_seconds(parameter: Parameter, gpu: Gpu, costs: Costs) -> float:
     """Seconds of Muon's products for all matrices of a parameter, on one GPU."""
     *_, outputs, inputs = parameter.shape
     matrices = parameter.entries // (outputs * inputs)
+    # Gate and up lie in one parameter, and are two matrices for Muon.
     if is_expert(parameter) and "gate_up" in parameter.name:
         matrices *= 2
         outputs //= 2

@@ -68,6 +68,7 @@ def rollout_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> f
 def _prefill_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs) -> float:
     """Seconds for the prompts, each of which is computed once."""
     tokens = batch.prompts * batch.prompt_tokens / engines(run)
+    # A multiplication and an addition for each entry of a matrix.
     flops = 2 * sum(active_entries(run, parameter) for parameter in run.in_layers)
     return tokens * flops / run.engine_ranks / (gpu.bf16 * costs.bf16_share)
 
@@ -192,6 +193,7 @@ def _products(run: Run, served: Iterable[Parameter], gpu: Gpu, costs: Costs, ban
         experts = 0.0
         flops = 0.0
         for parameter in parameters:
+            # As the engine holds it: low-bit tensors, or bfloat16.
             size = parameter.stored or BFLOAT16 * parameter.entries
             if is_expert(parameter):
                 experts += size

@@ -1,0 +1,161 @@
+"""How a low-bit trainer saves its model: what `save_model` writes, into any folder or into a training checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer import TRAINER_STATE_NAME
+
+from ..export import save_low_bit
+from ..export.card import write_card
+from ..export.card_edits import CARD, edited_card
+from ..export.files import BASE_FOLDER, apply_umask, name_base
+from ..export.low_bit import holds_low_bit
+from ..export.outputs import Outputs
+from ..guards import all_or_none
+from ..quant.names import base_model
+from ..quant.store import iter_low_bit_weights
+from ..quant.weight_stream import WeightStream
+from .folder import MANIFEST
+
+
+class ModelMixin:
+    """
+    The part of a [`~qarl_trl.trainers.LowBitMixin`] that saves the model. It overrides a method of the Trainer.
+
+    Attributes:
+        _incoming: The folder in which a checkpoint is being written; `None` at other times.
+        _base_folders: Folders into which this trainer has written the frozen base.
+        _resumed: Whether the last call of `train` resumed from a checkpoint.
+    """
+
+    _incoming: Path | None = None
+    _base_folders: frozenset[Path] = frozenset()
+    _resumed = False
+
+    # What it needs of the parts beside it. Of `LowBitMixin`:
+    _unwrapped: Any
+    _gather_params: Callable[[Any], AbstractContextManager[Any]]
+    # Of `SharingMixin`:
+    _outputs: Callable[..., Outputs]
+    _write_cards: Callable[[Path], None]
+    _facts_of_base: dict[str, Any]
+    _frozen_base: str
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """
+        Write the low-bit checkpoint. With quantization off, this writes what TRL writes.
+
+        With LoRA, the folder gets the adapter, and its sub-folder `low_bit/` the merged low-bit checkpoint. With a
+        frozen base, it gets the adapter and a reference to the base. If this run quantized the base, all checkpoints
+        share one `base/`.
+
+        Args:
+            output_dir: The folder, by default `args.output_dir`.
+
+        Raises:
+            ValueError: if the folder is a training checkpoint, to which other weights do not belong.
+        """
+        path = Path(output_dir or self.args.output_dir)
+        # Others also call a file so.
+        is_checkpoint = (path / MANIFEST).exists() and (path / TRAINER_STATE_NAME).exists()
+        if self._incoming is None and is_checkpoint:
+            raise ValueError(
+                f"{path} is a training checkpoint: its optimizer would not belong to the weights that are saved now. "
+                "Use another folder."
+            )
+        outputs = self._outputs(in_checkpoint=self._incoming is not None)
+        users_card = edited_card(path)
+
+        if outputs.high_precision:
+            super().save_model(str(path), _internal_call=True)
+            apply_umask(path)
+        # peft changes a card that is there, and adds the base's local path to it.
+        if users_card is not None and self.args.should_save:
+            (path / CARD).write_bytes(users_card)
+
+        if outputs.frozen_base:
+            self._save_base(path)
+        if outputs.low_bit is not None:
+            self._save_low_bit(path / outputs.low_bit)
+        self._write_cards(path)
+
+    def _save_base(self, path: Path) -> None:
+        """Write a reference to the frozen base beside the adapter in `path`, and the base if this run quantized it."""
+        if self.args.from_checkpoint:
+            self._name_base_checkpoint(path)
+        else:
+            self._save_quantized_base(path)
+
+    def _name_base_checkpoint(self, path: Path) -> None:
+        """Write a reference to the checkpoint that is the frozen base."""
+        revision = (self.args.model_init_kwargs or {}).get("revision")
+        name = base_model(self._unwrapped).config._name_or_path
+        folder = Path(name).absolute()
+        # A relative path would not be found from the adapter's folder.
+        if folder.is_dir():
+            name = str(folder)
+
+        if self.args.should_save:
+            name_base(path, name, revision, folder)
+
+    def _save_quantized_base(self, path: Path) -> None:
+        """Write the frozen base that this run quantized, but only once, and a reference to it. Collective."""
+        # A training checkpoint lies in `output_dir`. The base never changes, so all of them share the one beside them.
+        if self._incoming:
+            folder = Path(self.args.output_dir, BASE_FOLDER)
+            name = str(Path("..", BASE_FOLDER))
+        else:
+            folder = path / BASE_FOLDER
+            name = BASE_FOLDER
+
+        if folder not in self._base_folders:
+            # A kill while it is written again would leave the earlier checkpoints without their base.
+            if not (self._resumed and self._has_base(folder)):
+                self._save_low_bit(folder)
+            self._base_folders |= {folder}
+
+        if self.args.should_save:
+            name_base(path, name, None, folder)
+
+    def _has_base(self, folder: Path) -> bool:
+        """Whether `folder` holds the frozen base as this run quantized it. Collective."""
+        is_missing = False
+        with self._weights_for_a_file("comparison with the frozen base") as weights:
+            if self.args.should_save:
+                is_missing = not holds_low_bit(self._unwrapped, folder, weights)
+        return not self._any_process(is_missing)
+
+    def _save_low_bit(self, path: Path) -> None:
+        """Write the low-bit model and its card, from the master weights as they are now. Collective."""
+        with self._weights_for_a_file("save of the low-bit model") as weights:
+            if self.args.should_save:
+                save_low_bit(self._unwrapped, self.processing_class, path, weights=weights)
+                # A frozen base has a repository of its own, beside the adapter's.
+                if self.args.frozen:
+                    repository = self._frozen_base if self.hub_model_id else None
+                    write_card(path, repository, **self._facts_of_base)
+
+    @contextmanager
+    def _weights_for_a_file(self, what: str) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """
+        The low-bit weights, of which some processes read all, and others none. Collective.
+
+        The gathers of sharded weights need all processes to the end, also if one of them fails; then all stop.
+
+        Args:
+            what: What the block does, for the error in the other processes.
+        """
+        weights = WeightStream(iter_low_bit_weights(self._unwrapped, self._gather_params))
+        with all_or_none(what, self.accelerator), weights.read_to_the_end():
+            yield iter(weights)
+
+    def _any_process(self, flag: bool) -> bool:
+        """Whether `flag` is set on any process. All processes must call this."""
+        flags = self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device))
+        return bool(flags.any())
