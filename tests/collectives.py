@@ -30,8 +30,8 @@ class MovedBytes(TorchDispatchMode):
     summed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # The operation comes again, on the shards.
         if any(issubclass(kind, DTensor) for kind in types):
-            # The operation comes again, on the shards.
             return NotImplemented
 
         self._count(func, args)
@@ -53,7 +53,9 @@ class MovedBytes(TorchDispatchMode):
         elif func is torch.ops._c10d_functional.all_reduce.default:
             self.summed += args[0].nbytes
         elif func is torch.ops.c10d.allreduce_.default:
-            self.summed += sum(tensor.nbytes for tensor in args[0])
+            for tensor in args[0]:
+                self.summed += tensor.nbytes
 
+        # A new version of torch may move bytes by another operation, which would otherwise count as nothing.
         elif "c10d" in func.namespace and not any(name in str(func) for name in MOVES_NOTHING):
             raise NotImplementedError(f"{func} is not counted")

@@ -43,17 +43,25 @@ SECTIONS: dict[type, str] = {
 def page() -> str:
     """The page, in Markdown."""
     lines = [HEAD]
+
     for config, who in SECTIONS.items():
         lines += [f"## {config.__name__}\n", f"{who}\n"]
         lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+
+        # Annotations are texts, because the modules import them from `__future__`.
         types = get_type_hints(config)
         for field in fields(config):
-            if field.name in config.__annotations__:  # the others are TRL's, or in another table
-                lines.append(
-                    f"| `{field.name}` | {_kind(types[field.name])} | {_default(field)} | {_meaning(field)} |"
-                )
+            # The others are TRL's, or in another table.
+            if field.name in config.__annotations__:
+                cells = [_code(field.name), _kind(types[field.name]), _default(field), _meaning(field)]
+                lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
+
     return "\n".join(lines)
+
+
+def _code(value: Any) -> str:
+    return f"`{value}`"
 
 
 def _kind(hint: Any) -> str:
@@ -61,26 +69,32 @@ def _kind(hint: Any) -> str:
     if hint is NoneType:
         return "`null`"
     if get_origin(hint) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(hint))
+        return ", ".join(map(_code, get_args(hint)))
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_kind(part) for part in get_args(hint))
-    return f"`{hint.__name__}`" if isinstance(hint, type) else f"`{hint}`"
+        return " or ".join(map(_kind, get_args(hint)))
+
+    # `str` of a class would be "<class 'int'>". `list[str]` has a name too, which lacks what is in it.
+    return _code(hint.__name__ if isinstance(hint, type) else hint)
 
 
 def _default(field: Field) -> str:
     """The default as a recipe writes it."""
     value = field.default if field.default_factory is MISSING else field.default_factory()
+
+    # YAML's words, not Python's.
     if value is None:
         return "`null`"
     if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
+        return _code(str(value).lower())
+
     if isinstance(value, list):
-        return ", ".join(f"`{item}`" for item in value)
-    return f"`{value}`"
+        return ", ".join(map(_code, value))
+    return _code(value)
 
 
 def _meaning(field: Field) -> str:
     """The help text in a cell of a table."""
+    # A "|" would end the cell.
     return field.metadata["help"].replace("|", "&#124;")
 
 

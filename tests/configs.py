@@ -1,6 +1,7 @@
-"""The settings that tests of refusals start from, and where the synced maths sets are."""
+"""The settings that tests of refusals start from, the fields of configs, and where the synced maths sets are."""
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,4 +14,14 @@ needs_math_sets = pytest.mark.skipif(not MATH_SETS.is_dir(), reason=f"QARL_MATH_
 
 
 def config(tmp_path, **changes):
+    # TRL trains in bfloat16 by default, which transformers refuses without a GPU; and no test may reach a tracker.
     return QaRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **changes)
+
+
+def field_names(*configs):
+    """The names of all fields of some dataclasses."""
+    names = set()
+    for config in configs:
+        for field in fields(config):
+            names.add(field.name)
+    return names

@@ -50,6 +50,7 @@ class Hub:
 
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         """The content of a branch, or of the id under which the main one is downloaded."""
+        # The client asks for the branch once, and then for files of the commit that it was at.
         if branch == _sha(repo):
             branch = "main"
         return self.branches[repo][branch][-1].files
@@ -62,7 +63,8 @@ class Hub:
         """The answer to a request with a known token."""
         if path == "/api/repos/create":
             return self._create(json.loads(body), may_write)
-        if path == "/api/validate-yaml":  # of a model card
+        # Of a model card: the client has it checked before it pushes.
+        if path == "/api/validate-yaml":
             return 200, {"errors": [], "warnings": []}
 
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
@@ -78,6 +80,7 @@ class Hub:
     def _create(self, wanted: dict[str, Any], may_write: bool) -> Answer:
         repo = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
         described = {"url": f"{self.url}/{repo}", "name": repo}
+        # With `exist_ok` the client takes this for success.
         if repo in self.branches:
             return 409, described
         if not may_write:
@@ -96,6 +99,7 @@ class Hub:
             self.branches[repo].setdefault(argument, of_main)
             return 200, {}
         if action == "preupload":
+            # "lfs" would make the client upload large files to another server first.
             into_the_commit = {"uploadMode": "regular", "shouldIgnore": False}
             return 200, {"files": [row | into_the_commit for row in json.loads(body)["files"]]}
         if action == "tree":
@@ -108,7 +112,8 @@ class Hub:
         return 200, {"id": repo, "sha": _sha(repo), "siblings": siblings, "private": self.private[repo], "tags": []}
 
     def _tree(self, repo: str, argument: str) -> Answer:
-        if "/" in argument:  # a folder, such as one of chat templates; no model here has any
+        # A folder, such as one of chat templates; no model here has any.
+        if "/" in argument:
             return 404, {"error": "no such folder"}
 
         rows = []
@@ -124,6 +129,7 @@ class Hub:
 
         message = ""
         files = dict(self.files(repo, branch))
+        # A header, and then a line for each file.
         for line in body.splitlines():
             part = json.loads(line)
             value = part["value"]
@@ -131,7 +137,8 @@ class Hub:
                 message = value["summary"]
             elif part["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            else:  # a deletion
+            else:
+                # A deletion.
                 del files[value["path"]]
 
         self.branches[repo][branch].append(Commit(message, files))
@@ -158,6 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
         self.send_header("ETag", f'"{hashlib.sha1(raw).hexdigest()}"')
+        # The client refuses a file that does not say of which commit it is.
         if "/resolve/" in self.path:
             _, owner, name, *_ = self.path.split("/")
             self.send_header("X-Repo-Commit", _sha(f"{owner}/{name}"))

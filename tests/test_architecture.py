@@ -93,12 +93,14 @@ def _source(node: ast.ImportFrom, folder: list[str]) -> list[str]:
     named = node.module.split(".") if node.module else []
     if not node.level:
         return named
+    # One dot is the folder itself, each further one the folder above.
     above = folder[: len(folder) - node.level + 1]
     return [*above, *named]
 
 
 def _module(source: list[str], name: str) -> str:
     """`source.name` if that is a module of this package, otherwise `source`, in which `name` is defined."""
+    # `from .quant import store` names a module, `from .quant import apply_quantization` a function.
     path = PACKAGE.joinpath(*source, name)
     is_module = path.with_suffix(".py").exists() or (path / "__init__.py").exists()
     return ".".join([*source, name] if is_module else source)
@@ -192,7 +194,8 @@ def test_the_page_draws_what_a_folder_may_import_below_it():
     drawn = re.findall(r"^(\w+)/ ", below_the_tools, re.MULTILINE)
 
     assert drawn.index("trainers") == 0
-    assert set(MAY_IMPORT) - {"validate"} <= set(drawn)  # validate may still be one file
+    # `validate` may still be one file.
+    assert set(MAY_IMPORT) - {"validate"} <= set(drawn)
     for folder, may_import in MAY_IMPORT.items():
         above = drawn[: drawn.index(folder)]
         assert not may_import & set(above), f"{folder} may import what stands above it: {above}"
@@ -200,7 +203,8 @@ def test_the_page_draws_what_a_folder_may_import_below_it():
 
 def test_every_folder_of_the_method_has_its_rule():
     assert folders() - {"tools"} <= MAY_IMPORT.keys()
-    assert {"quant", "trainers"} <= folders()  # control
+    # Control: folders were found.
+    assert {"quant", "trainers"} <= folders()
 
 
 def test_the_method_never_imports_the_tools():
@@ -209,8 +213,10 @@ def test_the_method_never_imports_the_tools():
         if any(top(module) == "tools" for module in imported):
             users.add(name)
 
-    assert all(top(name) == "tools" for name in users - COMMANDS), users
-    assert users  # control: the graph was read
+    for name in users - COMMANDS:
+        assert top(name) == "tools", name
+    # Control: the graph was read.
+    assert users
 
 
 def test_no_two_modules_import_each_other():
@@ -228,7 +234,8 @@ def test_no_two_modules_import_each_other():
 
     for name in imported:
         visit(name, [])
-    assert len(finished) > 30  # control: the graph was read
+    # Control: the graph was read.
+    assert len(finished) > 30
 
 
 # Modules, and what is not loaded with them. One process loads them all, so they go from least to most.
@@ -258,6 +265,7 @@ def test_a_module_does_not_load_what_stands_above_it():
 
 
 def test_a_library_that_is_loaded_too_early_is_found():
+    # Control of the test above: the first loads both, the second has no torch.
     assert loads({"qarl_trl.recipe": ["json", "yaml"], "qarl_trl": ["torch"]}) == [
         "qarl_trl.recipe loads json",
         "qarl_trl.recipe loads yaml",

@@ -39,11 +39,13 @@ DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.ya
     ("argv", "loaded", "said", "seconds"),
     [
         (["--help"], set(), "train from a recipe", 1),
+        # The help of the others is text: they import what they need when they run.
         *(([name, "--help"], set(), "usage: qarl-trl", 1) for name in cli.COMMANDS if name not in TRAIN),
         # `sft` and `rloo` go the same way.
         (["distill", "--help"], {"torch", "transformers", "trl"}, "--quant_scheme", 20),
         (["train", "--help"], {"torch", "transformers", "trl"}, "--tbpo_epsilon_high", 20),
         (["schemes"], {"torch", "transformers"}, "W4A16", 20),
+        # A dry run is for machines without the GPU of the run, where vLLM may not even be installed.
         (DRY, {"torch", "transformers", "trl"}, "no CUDA device here", 20),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
@@ -158,6 +160,7 @@ def broken(checkpoint, tmp_path, monkeypatch):
 
     for name in ("whole", "cut", "list", "binary", "wrong", "zero", "other"):
         shutil.copytree(checkpoint, name)
+    # As after a download that broke off: the header says more than is there.
     weights = Path("cut/model.safetensors")
     weights.write_bytes(weights.read_bytes()[:2000])
 
@@ -167,6 +170,7 @@ def broken(checkpoint, tmp_path, monkeypatch):
     change_config("zero", num_key_value_heads=0)
     change_config("other", intermediate_size=3)
 
+    # Configs that can be read, of models that cannot be built.
     for name, values in {
         "act": {"hidden_act": "nothing"},
         "size": {"vocab_size": -1},
@@ -185,6 +189,7 @@ def broken(checkpoint, tmp_path, monkeypatch):
     Path("no_content.jsonl").write_text('{"prompt": [{"role": "user"}], "answer": "1"}\n')
 
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    # YAML's errors show the lines around them, here with a token.
     Path("open.yaml").write_text("hub_token: hf_secret\nlora_target_modules: [q_proj\n")
     Path("list.yaml").write_text("- a\n")
     Path("types.yaml").write_text("learning_rate: [1]\n")
@@ -245,6 +250,7 @@ TRAIN = [
         (["plan", "--config", "plan.yaml", "--memory", "1e308"], ["--memory"]),
         (["doctor", "--learning_rte", "1"], ["learning_rte", "Did you mean learning_rate?"]),
     ],
+    # A short name each; two of them must not be equal.
     ids=lambda value: " ".join([value[0], *value[-2:]]) if "-" in str(value) else "",
 )
 @pytest.mark.usefixtures("broken")
@@ -257,6 +263,7 @@ def test_what_users_get_wrong_is_one_line_that_names_it(argv, words, capfd, monk
 
     said = capfd.readouterr().err.splitlines()
     assert stopped.value.code == 2, said
+    # Libraries print lines of their own.
     (line,) = [text for text in said if text.startswith("qarl-trl ")]
     for word in words:
         assert word in line
@@ -270,6 +277,7 @@ def test_an_error_about_a_file_names_the_files_of_the_command_line_once(tmp_path
     with pytest.raises(ValueError) as raised:
         json.loads(file.read_text())
 
+    # Python's message does not say which file it is about. Of the words of the command line one is a file.
     assert in_one_line(raised.value, argv).startswith(f"{file}: Expecting property name")
     # Control: an error that says more than the content needs no file.
     assert in_one_line(ValueError("title must be short"), argv) == "title must be short"
@@ -303,6 +311,7 @@ def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_pat
         model.save_pretrained(source)
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(source)
 
+    # Other settings than the defaults, so that a lost option is seen.
     ignore = ["lm_head", "re:.*o_proj$"]
     cli.main(["export", str(source), str(tmp_path / "out"), "--group_size", "32", "--ignore", *ignore])
 
@@ -331,6 +340,7 @@ def test_schemes_prints_a_row_for_each_of_the_table(capsys):
 
     cli.main(["schemes"])
 
+    # Below the header; before the advice there is an empty line.
     _, *rows, _, advice = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
     printed = {row[0]: row for row in rows}
     assert [row[0] for row in rows] == list(SUPPORTED)
@@ -355,6 +365,7 @@ def test_help_of_train_has_each_field_of_ours_once_and_in_a_group(capsys):
     assert sorted(re.findall(r"^  --(\w+)$", said, re.MULTILINE)) == sorted(ours)
 
     expected = ["Data and rewards", *GROUPS[1:]]
+    # Each title and the options below it in turn, after what stands above the first.
     _, *parts = re.split(rf"^({'|'.join(expected)})$", said, flags=re.MULTILINE)
     titles = parts[0::2]
     options = dict(zip(titles, parts[1::2], strict=True))

@@ -37,6 +37,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
 
     assert args.temperature == 1.0
     assert args.top_p == 1.0
+    # Three ways to say "all tokens".
     assert args.top_k in (0, -1, None)
     assert args.min_p is None
     assert args.repetition_penalty == 1.0
@@ -49,7 +50,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"loss_type": "ppo"}, "loss_type"),
         ({"advantage_filter": "negative"}, "advantage_filter"),
         ({"tbpo_epsilon_high": 0.0}, "tbpo_epsilon_high"),
-        ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, "tbpo_delta_low"),  # measured in every run
+        # The share beyond the band is measured in every run, whatever its loss.
+        ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, "tbpo_delta_low"),
         ({"tbpo_mismatch_cap": 1.0}, "tbpo_mismatch_cap"),
         ({"torch_compile": True}, "torch_compile must be False with loss_type='tbpo'"),
         ({"epsilon": 0.1}, "epsilon"),
@@ -60,7 +62,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "temperature"),
         (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, "a_parameter_of_tomorrow"),
         (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
-        ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),  # without an engine
+        # Without an engine there is no mismatch, and it would never stop a run.
+        ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),
         (VLLM | {"mismatch_abort_threshold": 0.0}, "mismatch_abort_threshold"),
         ({"max_tokens_per_pass": 511, "max_completion_length": 512}, "max_tokens_per_pass"),
         (VLLM | {"max_tokens_per_pass": 512, "vllm_max_model_length": 1024}, "vllm_max_model_length"),
@@ -73,7 +76,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"temperature": 0.0}, "temperature"),
         ({"top_p": 2.0}, "top_p"),
         ({"top_k": -5}, "top_k"),
-        ({"top_k": -1}, "top_k"),  # transformers samples
+        # vLLM's "all tokens". Here transformers samples, which refuses it in the middle of a run.
+        ({"top_k": -1}, "top_k"),
         ({"min_p": 2.0}, "min_p"),
         ({"scale_rewards": "x"}, "scale_rewards"),
         ({"reward_weights": [0.0]}, "reward_weights"),
@@ -92,11 +96,16 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
     [
         VLLM | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
         VLLM | {"generation_kwargs": {"stop": ["\n"], "logit_bias": None, "ignore_eos": True}},
-        VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},  # no weight, no bias
-        {"top_p": 0.9},  # sampled by the learner itself
-        VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},  # plain TRL stays plain TRL
-        {"tbpo_delta_high": 1e-4},  # below epsilon_high
-        {"torch_compile": True, "loss_type": "grpo"},  # whose bounds are 0.2 wide
+        # No weight, no bias.
+        VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},
+        # Sampled by the learner itself.
+        {"top_p": 0.9},
+        # Plain TRL stays plain TRL.
+        VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},
+        # Below epsilon_high.
+        {"tbpo_delta_high": 1e-4},
+        # Whose bounds are 0.2 wide. Compiled code moves a ratio by 0.04 at most.
+        {"torch_compile": True, "loss_type": "grpo"},
         # Bounds of the loss that is used.
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_high": 1e-4},
         VLLM | {"mismatch_abort_threshold": 0.1},
@@ -118,7 +127,8 @@ def test_what_biases_nothing_is_accepted(tmp_path, settings):
     ],
 )
 def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(tmp_path, caplog, settings, updates):
-    logger.warning_once.cache_clear()  # of other tests
+    # Of other tests, in whose process it was said already.
+    logger.warning_once.cache_clear()
 
     config(tmp_path, **settings)
 
@@ -130,7 +140,8 @@ def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(tmp_path, caplo
 
 
 def test_muon_refuses_deepspeed(tmp_path, monkeypatch):
-    monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)  # it would load DeepSpeed
+    # It would load DeepSpeed.
+    monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)
     settings = {"loss_type": "grpo", "deepspeed": "zero3.json"}
 
     config(tmp_path, optim_muon=False, **settings)

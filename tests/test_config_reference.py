@@ -1,10 +1,10 @@
 """docs/config_reference.md is what `tests/config_reference.py` writes, and has every setting of the package."""
 
-from dataclasses import fields
-
 import config_reference
 import pytest
 from config_reference import PAGE, SECTIONS, page
+from configs import field_names
+from lines import lines_that_begin
 
 from qarl_trl.config import QaRLConfig
 from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, Method, groups_of
@@ -12,18 +12,18 @@ from qarl_trl.methods import DISTILL, QARL, RLOO, SFT, Method, groups_of
 
 def keys_of_the_page() -> set[str]:
     """The first cell of each row."""
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
-    return {row.split("`")[1] for row in rows}
+    return {row.split("`")[1] for row in lines_that_begin(PAGE.read_text(), "| `")}
 
 
 def keys_of_the_package(method: Method) -> set[str]:
     """The keys of a command that are not TRL's."""
     keys = set()
     for group in groups_of(method):
-        of_the_group = {field.name for field in fields(group)}
+        # A class adds the fields that it annotates. The classes above it may be TRL's.
         for config in group.__mro__:
             if config.__module__.startswith("qarl_trl"):
-                keys |= of_the_group & set(config.__annotations__)
+                # What is annotated and no field, such as a `ClassVar`, is no key.
+                keys |= field_names(group) & set(config.__annotations__)
     return keys
 
 
@@ -33,7 +33,8 @@ def test_the_page_is_what_the_script_writes():
 
 def test_a_class_that_the_page_lacks_is_noticed(monkeypatch):
     """Control."""
-    others = {config: who for config, who in SECTIONS.items() if config is not QaRLConfig}
+    others = dict(SECTIONS)
+    del others[QaRLConfig]
     monkeypatch.setattr(config_reference, "SECTIONS", others)
 
     assert PAGE.read_text() != page()
@@ -43,6 +44,7 @@ def test_a_class_that_the_page_lacks_is_noticed(monkeypatch):
 def test_every_key_that_the_package_adds_to_a_command_is_there(method):
     keys = keys_of_the_package(method)
 
-    assert {"quant_scheme", "dataset_name_or_path"} <= keys  # control
+    # Control: keys of both groups are read, and those of TRL are left out.
+    assert {"quant_scheme", "dataset_name_or_path"} <= keys
     assert "learning_rate" not in keys
     assert keys <= keys_of_the_page()

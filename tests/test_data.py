@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from lines import write_rows
 
 from qarl_trl.data import final_answer, load_math_dataset, load_prompts, local_path
 
@@ -31,7 +32,7 @@ def write(tmp_path):
         elif path.suffix == ".json":
             path.write_text(json.dumps(rows))
         else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(path, rows)
         return str(path)
 
     return to_file
@@ -57,7 +58,8 @@ def test_a_name_with_wildcards_is_that_file_alone(write, tmp_path, monkeypatch, 
     (tmp_path / "s[0-9]").mkdir()
     (tmp_path / "s1").mkdir()
     write([{"problem": "right", "answer": "1"}], name)
-    others = ["set1.jsonl", "axb.json", "qq.parquet", "s1/x.jsonl"]  # what the names match as patterns
+    # What the names match as patterns, which is how `datasets` takes a path.
+    others = ["set1.jsonl", "axb.json", "qq.parquet", "s1/x.jsonl"]
     for other in others:
         write([{"problem": "wrong", "answer": "1"}], other)
 
@@ -75,7 +77,8 @@ def test_a_folder_with_wildcards_is_refused_because_datasets_would_read_another(
 
     with pytest.raises(ValueError, match=r"must have no .* in its path, got '.*/data\[1\]'"):
         load_math_dataset(str(tmp_path / "data[1]"))
-    assert load_math_dataset(str(tmp_path / "data1"))["prompt"] == [user("data1")]  # control
+    # Control: a folder as such is read.
+    assert load_math_dataset(str(tmp_path / "data1"))["prompt"] == [user("data1")]
 
 
 @pytest.mark.parametrize(
@@ -83,8 +86,9 @@ def test_a_folder_with_wildcards_is_refused_because_datasets_would_read_another(
     [
         ({"question": "q", "answer": "so 6*7\n#### 1,042"}, "q", "1042"),
         ({"problem": "p", "solution": r"then \boxed{\frac{1}{2}}."}, "p", r"\frac{1}{2}"),
-        # The column of the answer goes first.
+        # The column of the answer goes first: a solution may box more than the answer.
         ({"problem": "p", "solution": r"\boxed{1}", "answer": "2"}, "p", "2"),
+        # AMC has its answers as floats, and "27.0" is not what a model writes.
         ({"problem": "p", "question": "p", "answer": 27.0}, "p", "27"),
         ({"prompt": "p", "target": "5"}, "p", "5"),
         ({"prompt": "p", "target": "worked", "reward_model": {"ground_truth": "5", "style": "rule"}}, "p", "5"),
@@ -121,12 +125,14 @@ def test_messages_of_the_data_are_kept_around_the_template(write):
 def test_named_columns_win(write):
     path = write([{"problem": "a", "text": "b", "answer": "1", "meta": {"gold": "2"}}])
 
+    # A dot goes into a column of objects.
     dataset = load_math_dataset(path, problem_column="text", answer_column="meta.gold")
 
     assert dataset[0] == {"prompt": user("b"), "answer": "2"}
 
 
 def test_single_file_is_whatever_split_is_asked_for(write):
+    # A file has no splits. A recipe that says "test" for a set of the Hub goes on working with a copy of it.
     path = write([{"problem": str(i), "answer": str(i)} for i in range(5)])
 
     assert load_math_dataset(path, "test[1:3]")["answer"] == ["1", "2"]
@@ -134,8 +140,10 @@ def test_single_file_is_whatever_split_is_asked_for(write):
 
 
 def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
-    rows = [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3")]
-    path = write([{"problem": problem, "answer": answer} for problem, answer in rows])
+    rows = []
+    for problem, answer in [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3")]:
+        rows.append({"problem": problem, "answer": answer})
+    path = write(rows)
 
     with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
         assert load_math_dataset(path)["answer"] == ["1"]
@@ -177,12 +185,14 @@ def test_files_that_are_missing_or_unreadable_are_named(tmp_path, name, content,
 
 
 def test_a_hub_id_is_no_path():
+    # "a/b" may be either. What is not on this disk is looked up on the Hub.
     assert local_path("openai/gsm8k") is None
 
 
 @pytest.mark.parametrize(
     ("reference", "answer"),
     [
+        # The last one counts: a working may hold others.
         ("a #### b #### 7", "7"),
         (r"\boxed{1} \boxed{2}", "2"),
         (" 3 ", "3"),
@@ -191,6 +201,7 @@ def test_a_hub_id_is_no_path():
         (None, ""),
         (math.nan, ""),
         ([], ""),
+        # OlympiadBench: the parts of one answer.
         (["$2$", "$-3$"], "$2$, $-3$"),
     ],
 )
@@ -242,6 +253,7 @@ def test_prompts_and_completions_are_messages_or_text(write):
     path = write(rows)
 
     prompts_alone = load_prompts(path, prompt_template="Say: {problem}")
+    # As fine-tuning and distillation read them: the whole solution, of which a reward reads the final answer alone.
     as_messages = load_prompts(path, completion_column="solution")
     as_text = load_prompts(path, completion_column="solution", conversational=False)
 
@@ -269,7 +281,8 @@ def test_rows_without_a_completion_are_left_out_and_counted(write, caplog):
 
     assert len(dataset) == 1
     assert "1 of 2 rows" in caplog.text
-    assert len(load_prompts(path)) == 2  # control: without completions both are read
+    # Control: without completions both are read.
+    assert len(load_prompts(path)) == 2
     with pytest.raises(ValueError, match="no answer. Set completion_column"):
         load_prompts(path, completion_column="answer")
 

@@ -1,16 +1,17 @@
 """What the pages say can be followed: links and anchors lead somewhere, commands, recipes and scripts are accepted."""
 
 import ast
-import json
 import re
 import shlex
 import subprocess
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from configs import field_names
+from lines import lines_that_begin, write_rows
 from tools.report.folders import log, write_run
 
 from qarl_trl import QaRLConfig, cli
@@ -23,12 +24,11 @@ ROOT = Path(__file__).parents[1]
 FILES = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
 # They tell of files that are gone, or that never were.
 HISTORY = ("CHANGELOG.md", "tests/test_docs.py")
-PAGES = [name for name in FILES if name.endswith(".md") and name not in (*HISTORY, "qarl_trl/export/card.md")]
+# Without the template of a model card too: its links are of a repository on the Hub.
+PAGES = sorted({name for name in FILES if name.endswith(".md")} - {*HISTORY, "qarl_trl/export/card.md"})
 # The keys of a recipe, which are options of these commands too.
 METHODS = {"train": QARL, "doctor": QARL, "plan": QARL, "serve": QARL, "sft": SFT, "rloo": RLOO, "distill": DISTILL}
-KEYS = {
-    name: [field.name for group in groups_of(method) for field in fields(group)] for name, method in METHODS.items()
-}
+KEYS = {name: field_names(*groups_of(method)) for name, method in METHODS.items()}
 
 
 def without_code(text: str) -> str:
@@ -42,7 +42,8 @@ def blocks(kind: str) -> list[tuple[str, str]]:
     texts = []
     for page in PAGES:
         if page.startswith("docs/") or page == "README.md":
-            texts += [(page, text) for text in fence.findall((ROOT / page).read_text())]
+            for text in fence.findall((ROOT / page).read_text()):
+                texts.append((page, text))
     return texts
 
 
@@ -54,13 +55,15 @@ def anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)", without_code((ROOT / page).read_text()), re.MULTILINE)
     names = set()
     for title in titles:
-        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)  # of a link its words
+        # Of a link its words.
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
         names.add(re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-"))
     return names
 
 
 def leads_somewhere(target: str, page: str) -> bool:
     """Whether a link of a page is an address, or a file and a heading that are there."""
+    # Addresses are not followed: the tests have no network.
     if re.match(r"https?:", target):
         return True
 
@@ -94,12 +97,14 @@ def test_pages_that_the_code_names_exist():
     for name in FILES:
         if name.startswith(HISTORY) or not name.endswith((".py", ".yaml", ".yml", ".md", "Makefile")):
             continue
+        # Not after a slash: `shared/docs/x.md` is another page.
         for page in re.findall(r"(?<![\w/])(?:docs|dev)/\w+\.md", (ROOT / name).read_text()):
             users_of_pages.setdefault(page, []).append(name)
 
-    assert "docs/metrics.md" in users_of_pages  # control
-    missing = {page: users for page, users in users_of_pages.items() if not (ROOT / page).is_file()}
-    assert missing == {}
+    # Control: the code names this one.
+    assert "docs/metrics.md" in users_of_pages
+    for page, users in users_of_pages.items():
+        assert (ROOT / page).is_file(), f"{users} name {page}"
 
 
 # Commands -----------------------------------------------------------------------------------------------------------
@@ -120,7 +125,8 @@ def read_command(page: str, line: str) -> Command | None:
     if "qarl-trl" in words:
         start = words.index("qarl-trl")
         return Command(page, words[start + 1], words[start:])
-    if "qarl_trl.cli" in words:  # python -m
+    # `python -m qarl_trl.cli`, which an accelerate launch needs.
+    if "qarl_trl.cli" in words:
         start = words.index("qarl_trl.cli")
         return Command(page, words[start + 1], words[start:])
     return None
@@ -146,6 +152,7 @@ def commands() -> list[Command]:
     """Those of the pages for users."""
     read = []
     for page, text in blocks("bash"):
+        # A command over several lines is one.
         for line in text.replace("\\\n", " ").splitlines():
             command = read_command(page, line)
             if command is not None:
@@ -157,9 +164,13 @@ def wrong_words(command: Command, capsys) -> list[str]:
     """The options that the command does not have, and a recipe that is not there."""
     with suppress(SystemExit):
         cli.main([command.name, "--help"])
-    known = set(re.findall(r"--\w+", capsys.readouterr().out))
-    known |= {f"--{key}" for key in KEYS.get(command.name, ())}
-    wrong = [word for word in command.words if word.startswith("--") and word not in known]
+    # The help of a command that trains has our fields alone: those of TRL are in `KEYS`.
+    known = set(re.findall(r"--(\w+)", capsys.readouterr().out)) | KEYS.get(command.name, set())
+
+    wrong = []
+    for word in command.words:
+        if word.startswith("--") and word.removeprefix("--") not in known:
+            wrong.append(word)
 
     if "--config" in command.words:
         recipe = command.words[command.words.index("--config") + 1]
@@ -171,9 +182,13 @@ def wrong_words(command: Command, capsys) -> list[str]:
 def test_commands_have_options_that_exist(capsys):
     shown = commands()
 
-    assert {command.name for command in shown if command.words[0] == "qarl-trl"} >= set(cli.COMMANDS)
+    named = set()
     for command in shown:
         assert wrong_words(command, capsys) == [], command
+        if command.words[0] == "qarl-trl":
+            named.add(command.name)
+    # No command is without a page that shows it.
+    assert named >= set(cli.COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -192,20 +207,26 @@ def test_the_readmes_commands_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    rows = [json.dumps({"problem": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(64)]
-    (tmp_path / "my_problems.jsonl").write_text("\n".join(rows))
+    rows = []
+    for number in range(64):
+        rows.append({"problem": f"What is {number} + 1?", "answer": str(number + 1)})
+    write_rows(tmp_path / "my_problems.jsonl", rows)
     write_run(tmp_path / "runs" / "mine", log())
 
-    of_the_readme = [command for command in commands() if command.page == "README.md"]
-    assert {command.name for command in of_the_readme} == {"plan", "train", "report"}
-    for command in of_the_readme:
+    ran = set()
+    for command in commands():
+        if command.page != "README.md":
+            continue
+        ran.add(command.name)
         arguments = command.words[1:]
         if command.name == "train":
             arguments.append("--dry_run")
         cli.main(arguments)
+    assert ran == {"plan", "train", "report"}
 
     said = capsys.readouterr().out
-    assert "It fits: 21.8 GiB of 23.5" in said  # the README names both
+    # The README names both.
+    assert "It fits: 21.8 GiB of 23.5" in said
     assert "QaRLConfig.lora_base: 'frozen'" in said
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
 
@@ -223,15 +244,16 @@ ESTIMATES = {
 @pytest.mark.parametrize("model", ESTIMATES)
 def test_the_readmes_estimates_are_those_of_plan(model, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    (row,) = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith(f"| {model} |")]
-    _, _, tokens, bf16, low_bit, speed, limits = [cell.strip() for cell in row.strip("|").split("|")]
+    (row,) = lines_that_begin((ROOT / "README.md").read_text(), f"| {model} |")
+    _, _, tokens, bf16, low_bit, speed, limits = map(str.strip, row.strip("|").split("|"))
 
     cli.main(["plan", *ESTIMATES[model].split()])
     said = capsys.readouterr().out
 
     assert f"answers of {tokens.replace(',', '')} tokens" in said
-    (arm,) = [line for line in said.splitlines() if re.match(r"QaRL W4A16 +\d", line)]
+    (arm,) = re.findall(r"^QaRL W4A16 +\d.*", said, re.MULTILINE)
     assert low_bit in arm.split()
+    # No ratio to a run that does not fit.
     if speed == "-":
         assert f"bf16: needs {bf16} of" in said
     else:
@@ -244,6 +266,7 @@ def test_the_readme_names_the_speeds_that_were_measured():
     readme = (ROOT / "README.md").read_text()
     estimated_and_measured = re.findall(r"^\| qwen.* QaRL W4A16.* ([\d.]+) / ([\d.]+) \|$", page, re.MULTILINE)
 
+    # The README has the measured ones, which are worse.
     assert estimated_and_measured == [("0.68", "0.64"), ("0.80", "0.78")]
     assert "0.64 times the speed at 1.5B, 0.78 at 8B with LoRA" in readme
 
@@ -254,8 +277,10 @@ def test_the_readme_names_the_speeds_that_were_measured():
 def test_recipes_have_keys_that_exist():
     recipes = blocks("yaml")
 
+    # Control: the pages were read.
     assert len(recipes) > 5
     for _, text in recipes:
+        # A recipe of another command has it in a comment.
         command = re.search(r"qarl-trl (\w+)", text)
         check_keys(yaml.safe_load(text), KEYS[command[1] if command else "train"])
 
@@ -267,6 +292,7 @@ def test_the_recipe_of_get_started_is_accepted(tmp_path):
 
     _, args, _ = parse(["--config", str(recipe), "--output_dir", str(tmp_path), "--dry_run"])
 
+    # The updates of a rollout batch that the page speaks of.
     assert args.steps_per_generation / args.gradient_accumulation_steps == 8
 
 
@@ -276,6 +302,7 @@ def settings_in_scripts() -> list[dict]:
     for _, text in blocks("python"):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "QaRLConfig":
+                # `literal_eval` refuses what is no constant: the pages show settings, not code that makes them.
                 settings.append({part.arg: ast.literal_eval(part.value) for part in node.keywords})
     return settings
 

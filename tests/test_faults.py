@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from learner.test_features import rollout
-from slow.toys import distinct_characters, prompts, save_model, settings
+from slow.toys import distinct_characters, logged, prompts, save_model, settings
+from toy_runs import changed, master_weights
 from transformers import TrainerCallback
 
 from qarl_trl import QaRLConfig, QaRLTrainer, guards
@@ -33,6 +34,7 @@ def make(model, tmp_path):
 
     def build(reward: Any = distinct_characters, spoil: Any = None, **changes: Any) -> QaRLTrainer:
         small = {"use_vllm": False, "bf16": False, "max_completion_length": 20, "per_device_train_batch_size": 4}
+        # Two prompts with four answers each: 8 rewards in a rollout batch, as the errors say.
         config = QaRLConfig(**settings(tmp_path / "run", **small | changes))
 
         def trajectories(*arguments: Any) -> Any:
@@ -51,19 +53,9 @@ class SpoilGradient(TrainerCallback):
         self.value = value
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        # The second: the weights are no longer those of the file.
         if state.global_step == 1:
             model.model.norm.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([3]), self.value))
-
-
-def master_weights(trainer):
-    """Copies of the master weights, by name."""
-    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-
-
-def assert_unchanged(trainer, before):
-    """The master weights are those before, bit for bit."""
-    for name, weight in master_weights(trainer).items():
-        assert torch.equal(weight, before[name]), name
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -81,6 +73,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_step(make, value):
 
 def test_without_the_guard_one_nan_spoils_every_weight(make):
     """The control: the Trainer's clipping multiplies all gradients by the NaN, and no logged loss shows it."""
+    # Without low bits and TBPO: nothing else of ours may stop the run.
     trainer = make(max_steps=2, quant_scheme=None, loss_type="grpo")
     trainer.add_callback(SpoilGradient(NAN))
 
@@ -89,7 +82,8 @@ def test_without_the_guard_one_nan_spoils_every_weight(make):
 
     for name, weight in master_weights(trainer).items():
         assert not weight.isfinite().all(), name
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = logged(trainer, "loss")
+    assert len(losses) == 2
     assert all(map(math.isfinite, losses))
 
 
@@ -110,6 +104,7 @@ def broken(_):
 @pytest.mark.parametrize(
     ("function", "kind", "words"),
     [
+        # A user's own error keeps its kind.
         (broken, KeyError, "no such answer"),
         (lambda rewards: [INF, *rewards[1:]], ValueError, "'reward' gave an infinite reward"),
         (lambda rewards: [-1e20, *rewards[1:]], ValueError, "'reward' gave the reward -1e[+]20. .* at most 1e[+]15"),
@@ -138,14 +133,17 @@ def test_a_rollout_that_lacks_something_is_one_error(make, spoil):
     with pytest.raises(ValueError, match="rollout_func must return, for each of 8 prompts"):
         trainer.train()
 
-    assert_unchanged(trainer, before)
+    assert not changed(before, master_weights(trainer))
 
 
 def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
     """Control: without the check TRL takes those of too few tokens."""
 
     def with_all(output):
-        return output | {"logprobs": [[-1.0] * len(tokens) for tokens in output["completion_ids"]]}
+        logprobs = []
+        for tokens in output["completion_ids"]:
+            logprobs.append([-1.0] * len(tokens))
+        return output | {"logprobs": logprobs}
 
     def with_too_few(output):
         return output | {"logprobs": [[-1.0]] * len(output["completion_ids"])}
@@ -181,7 +179,7 @@ def test_a_rollout_batch_without_rewards_stops_the_run(make):
     with pytest.raises(ValueError, match="reward gave None for all 8, so nothing can be learned"):
         trainer.train()
 
-    assert_unchanged(trainer, before)
+    assert not changed(before, master_weights(trainer))
 
 
 def test_a_rollout_batch_with_one_group_of_rewards_is_trained_on(make):
@@ -191,18 +189,23 @@ def test_a_rollout_batch_with_one_group_of_rewards_is_trained_on(make):
 
     trainer.train()
 
-    after = master_weights(trainer)
-    assert any(not torch.equal(weight, before[name]) for name, weight in after.items())
+    assert changed(before, master_weights(trainer))
 
 
 def warnings_about_learning(caplog):
-    return [one.getMessage() for one in caplog.records if "nothing is learned" in one.getMessage()]
+    said = []
+    for record in caplog.records:
+        if "nothing is learned" in record.getMessage():
+            said.append(record.getMessage())
+    return said
 
 
 def same_answers(output):
     """All answers of a group of four are its first one."""
-    answers = output["completion_ids"]
-    return output | {"completion_ids": [answers[index // 4 * 4] for index in range(len(answers))]}
+    answers = []
+    for first in output["completion_ids"][::4]:
+        answers += [first] * 4
+    return output | {"completion_ids": answers}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ class TwoProcesses:
 
     def gather(self, ours: torch.Tensor) -> torch.Tensor:
         others = self.others
-        # Whether a process failed.
+        # A boolean says whether a process failed. All gather it first, so that nobody waits for rewards in vain.
         if ours.dtype == torch.bool:
             others = torch.tensor([self.others is None])
 
@@ -259,7 +262,7 @@ def test_both_processes_learn_that_the_rewards_of_one_failed():
     with pytest.raises(RuntimeError, match="The rewards failed in process 1, which says why"):
         guards.rewards_of_all(lambda: healthy, ["f"], waiting)
 
-    # Rewards, and no failure.
+    # Rewards, and no failure: the infinite one is of the other process, and this one stops as well.
     endless = TwoProcesses(torch.full((2, 1), -INF), first=True)
     with pytest.raises(ValueError, match="'f' gave an infinite reward"):
         guards.rewards_of_all(lambda: healthy, ["f"], endless)
@@ -270,6 +273,7 @@ def test_both_processes_learn_that_the_rewards_of_one_failed():
 
 def test_a_second_train_begins_with_a_rollout_of_its_own(make):
     """What a failed call left would be of other weights. TRL goes on with it."""
+    # TRL keeps a rollout batch for several updates, here two, and one of them was trained.
     trainer = make(max_steps=1)
     rollouts = []
     trajectories = trainer.rollout_func
@@ -282,4 +286,5 @@ def test_a_second_train_begins_with_a_rollout_of_its_own(make):
     trainer.train()
     trainer.train()
 
+    # Each `train` starts its steps at 0.
     assert rollouts == [0, 0]

@@ -1,11 +1,11 @@
 """`qarl_trl.loss` against Python floats and TRL's own clip, and through the trainer; stock losses against TRL's."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import references
 import torch
+from configs import field_names
 from conftest import make_model, make_tokenizer
 from datasets import Dataset
 from loss_batches import CAP, PAPER, WIDE, random_batch, reference, reference_weights, with_tie, without_empty, worst
@@ -32,6 +32,7 @@ def test_the_mismatch_weight_is_detached_and_sees_nothing_that_is_masked_out():
     expected = mismatch_weight(old, batch.sampling, batch.mask, CAP)
     assert not expected.requires_grad
 
+    # One NaN that is read spreads to the whole sum. A mask may have any dtype.
     hidden = torch.where(batch.mask == 0, math.nan, batch.old)
     for mask in (batch.mask.bool(), batch.mask.float(), batch.mask.bfloat16()):
         assert torch.equal(mismatch_weight(hidden, batch.sampling, mask, CAP), expected)
@@ -46,6 +47,7 @@ def test_bfloat16_log_probs_are_computed_with_in_float32():
     assert sequence_log_ratio(logps, old, mask).exp().item() == pytest.approx(1.0004, abs=1e-7)
 
     in_bfloat16 = ((logps.bfloat16() - old.bfloat16()) * mask.bfloat16()).sum(-1) / mask.bfloat16().sum(-1)
+    # Near -1 the numbers of bfloat16 are 0.004 apart.
     assert in_bfloat16.exp().item() == 1.0
 
 
@@ -53,6 +55,7 @@ def test_an_empty_completion_has_ratio_and_weight_one():
     mask = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     old = torch.tensor([[math.nan, -1.0], [-1.0, -1.0]])
 
+    # A mean over no tokens is 0 / 0.
     assert sequence_log_ratio(old + 1e-4, old, mask)[0].item() == 0.0
     assert mismatch_weight(old, torch.full((2, 2), -3.0), mask, CAP).tolist() == pytest.approx([1.0, 2.0])
 
@@ -63,6 +66,7 @@ def test_an_empty_completion_has_ratio_and_weight_one():
 )
 def test_mismatch_weight_is_between_one_over_c_and_c(logp_diff, expected):
     """`logp_diff` is learner minus engine on every token; a token without a log-prob of the engine is matched."""
+    # Three tokens, so that a sum in place of the mean is another number.
     old = torch.full((1, 3), -1.0)
 
     weight = mismatch_weight(old, old - logp_diff, torch.ones(1, 3), CAP)
@@ -114,6 +118,7 @@ def trainers(tmp_path_factory):
         )
 
     def build(trainer_class, config_class, **settings):
+        # Once for each: 72 batches go through it.
         key = (trainer_class, tuple(sorted(settings.items())))
         if key not in built:
             built[key] = make(trainer_class, config_class, **settings)
@@ -161,8 +166,8 @@ def compute(monkeypatch):
         }
         before = dict(inputs)
         loss = trainer._compute_loss(trainer.model, inputs)
+        # The batch is used again in later iterations, in which a changed one would be another problem.
         for name, value in before.items():
-            # The batch is used again in later iterations.
             assert inputs[name] is value
 
         loss.backward()
@@ -204,9 +209,11 @@ def test_the_function_is_trls_two_sided_clip_bit_for_bit(trainers, compute, band
         assert ours.item() == loss
         assert torch.equal(logps.grad, gradient)
 
+        # Control: one bound of three is another.
         wider = TrustBand(**tied | {"delta_low": 2 * tied["delta_low"]})
         control = tbpo_loss(batch.logps, batch.old, batch.advantages, batch.mask, wider, weight)
         differ += control.item() != loss
+    # Only some batches have an answer beyond this bound.
     assert differ > 10
 
 
@@ -234,6 +241,7 @@ def test_loss_and_gradient_are_those_of_tbpo_in_python_floats(trainers, compute,
         if kind == "trl":
             trainer.importance_sampling_level = "token"
             by_token.append((compute(trainer, batch), expected))
+    # The trainer is shared with other tests.
     set_band(trainer, PAPER)
 
     assert worst(pairs) < TOLERANCE
@@ -251,14 +259,17 @@ def test_the_trainer_takes_the_bounds_of_its_config(trainers, compute):
         loss, _ = compute(trainer, batch)
         assert loss == pytest.approx(reference(batch, changed)[0], abs=TOLERANCE)
 
-    names = {field.name for field in fields(QaRLConfig)} - {"generation_batch_size"}
-    # As from a file.
-    again = QaRLConfig(**{name: getattr(trainer.args, name) for name in names})
+    # As from a file. TRL computes the batch size from other fields, and refuses to be given all of them.
+    values = {}
+    for name in field_names(QaRLConfig) - {"generation_batch_size"}:
+        values[name] = getattr(trainer.args, name)
+    again = QaRLConfig(**values)
     assert again.trust_band == trainer.args.trust_band
 
 
 @pytest.mark.parametrize("loss_type", STOCK_LOSSES)
 def test_a_stock_loss_without_quantization_is_trls_bit_for_bit(trainers, compute, loss_type):
+    # VESPO refuses TRL's default, a weight of the sequence.
     mode = {"vllm_importance_sampling_mode": "token_truncate"} if loss_type == "vespo" else {}
     batch = without_empty(random_batch(9, WIDE))
 

@@ -1,12 +1,12 @@
 """`qarl_trl.methods`: the commands `sft`, `rloo` and `distill`, from a recipe to a model that vLLM loads."""
 
-import json
 import re
-from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+from configs import field_names
 from huggingface_hub import ModelCard
+from lines import lines_that_begin, write_rows
 from slow.toys import save_model, stored_tensors
 from trl import TrlParser
 
@@ -37,10 +37,15 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def recipe(tmp_path):
     """Factory: the recipe of a command, a file."""
+
     model = save_model(tmp_path / "model", layers=1)
-    rows = [{"text": f"{n}+1={n + 1}", "problem": f"{n}+1=", "answer": str(n + 1)} for n in range(10, 26)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Columns for all three: each command takes its own.
+    rows = []
+    for number in range(10, 26):
+        problem = f"{number}+1="
+        answer = str(number + 1)
+        rows.append({"text": problem + answer, "problem": problem, "answer": answer})
+    data = write_rows(tmp_path / "rows.jsonl", rows)
 
     def write(command):
         path = tmp_path / f"{command}.yaml"
@@ -58,6 +63,7 @@ def recipe(tmp_path):
 def test_a_recipe_ends_in_a_low_bit_model(recipe, tmp_path, command):
     cli.main([command, "--config", recipe(command)])
 
+    # The output folder itself is what vLLM loads, with a card that says how it was trained.
     assert "model.layers.0.mlp.down_proj.weight_packed" in stored_tensors(tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "1 optimizer step" in card
@@ -74,6 +80,7 @@ def test_a_dry_run_prints_the_settings_and_loads_nothing(recipe, capsys, monkeyp
     said = capsys.readouterr().out
     assert "scheme W4A16, learner quantized" in said
     assert "update: 4" in said
+    # Fine-tuning samples nothing, and this distillation takes the answers of the data.
     assert ("rollout batch" in said) == (command == "rloo")
 
 
@@ -86,24 +93,34 @@ def test_help_names_the_command_and_its_own_fields(capsys, command):
     assert f"qarl_trl.cli {command}" in said
     assert ("--reward_funcs" in said) == (command == "rloo")
     assert ("--distill_on" in said) == (command == "distill")
+    # TBPO is QaRL's loss alone.
     assert "--tbpo_delta_low" not in said
     assert METHODS[command].trl_config in said
     assert "--quant_scheme" in said
+
+
+def fields_of_trl(method):
+    """Those of the config of TRL that a method's config extends."""
+    _, config, _ = groups_of(method)
+    (stock,) = [base for base in config.__mro__ if base.__name__ == method.trl_config]
+    return field_names(stock)
 
 
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
 def test_each_field_of_ours_is_in_a_group_and_in_the_help(method):
     """`kv_cache_dtype` was in none."""
     data, config, _ = groups_of(method)
-    stock = {field.name for base in config.__mro__ if base.__name__ == method.trl_config for field in fields(base)}
-    ours = {field.name for group in (data, config) for field in fields(group)} - stock
+    ours = field_names(data, config) - fields_of_trl(method)
+    # TRL's too, with other values.
     if method is QARL:
-        ours.add("loss_type")  # TRL's too, with other values
+        ours.add("loss_type")
 
     options = options_of(method)
     printed = re.findall(r"^  --(\w+)$", describe_options(method), re.MULTILINE)
 
-    assert all(option.metadata["help"].group in GROUPS for option in options)
+    for option in options:
+        assert option.metadata["help"].group in GROUPS, option.name
+    # As lists: each once.
     assert sorted(option.name for option in options) == sorted(ours)
     assert sorted(printed) == sorted(ours)
     assert "kv_cache_dtype" in printed
@@ -111,6 +128,7 @@ def test_each_field_of_ours_is_in_a_group_and_in_the_help(method):
 
 def test_the_help_refuses_a_field_without_a_group(monkeypatch):
     """Control."""
+    # Its help is a plain text, as dataclasses have it: `options.option` adds the group.
     without = SimpleNamespace(name="new_field", metadata={"help": "Something."}, default=None)
     monkeypatch.setattr("qarl_trl.describe.options_of", lambda method: [without])
 
@@ -132,10 +150,10 @@ def test_a_script_of_a_user_reads_the_config_by_trls_parser(method, tmp_path):
 @pytest.mark.parametrize("method", [QARL, *METHODS.values()], ids=lambda method: method.command)
 def test_the_config_is_that_of_its_trainer_and_of_trl(method):
     _, config, _ = groups_of(method)
-    stock = {field.name for base in config.__mro__ if base.__name__ == method.trl_config for field in fields(base)}
+    stock = fields_of_trl(method)
 
     assert stock
-    assert stock <= {field.name for field in fields(config)}
+    assert stock <= field_names(config)
     assert method.trainer_class().__annotations__["args"] == config.__name__
 
 
@@ -156,10 +174,9 @@ def test_bad_input_ends_in_one_line(recipe, capsys, command, option, value, word
         cli.main([command, "--config", recipe(command), f"--{option}", value])
 
     assert stop.value.code == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qarl-trl ")]
-    assert len(said) == 1
-    assert said[0].startswith(f"qarl-trl {command}: ")
-    assert words in said[0]
+    (line,) = lines_that_begin(capsys.readouterr().err, "qarl-trl ")
+    assert line.startswith(f"qarl-trl {command}: ")
+    assert words in line
 
 
 def test_data_that_are_missing_are_named(recipe):

@@ -33,7 +33,8 @@ TINY = {
     "num_key_value_heads": 1,
     "head_dim": 16,
 }
-TOKENS = torch.randint(0, 48, (4, 3, 7), generator=torch.Generator().manual_seed(1))  # one batch for each of 4 steps
+# One batch for each of 4 steps.
+TOKENS = torch.randint(0, 48, (4, 3, 7), generator=torch.Generator().manual_seed(1))
 
 
 def make_args(**changes):
@@ -79,7 +80,14 @@ def copies(parameters):
 
 
 def all_equal(left, right):
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert len(left) == len(right)
+    return all(map(torch.equal, left, right))
+
+
+def names_of(parameters, model):
+    """The names that a model has for some of its parameters."""
+    names = {param: name for name, param in model.named_parameters()}
+    return [names[param] for param in parameters]
 
 
 # The step -----------------------------------------------------------------------------------------------------------
@@ -89,9 +97,18 @@ def stepped_side_by_side(adamw_owns=lambda name: "proj" not in name):
     """Four steps of two torch optimizers that know nothing of each other, split by hand."""
     model = make_model()
     args = make_args()
-    named = list(model.named_parameters())
-    matrices = [param for name, param in named if not adamw_owns(name)]
-    others = [param for name, param in named if adamw_owns(name)]
+
+    matrices = []
+    decayed = []
+    undecayed = []
+    for name, param in model.named_parameters():
+        if not adamw_owns(name):
+            matrices.append(param)
+        elif param.ndim == 2:
+            decayed.append(param)
+        else:
+            # Norms. AdamW would otherwise pull them to 0.
+            undecayed.append(param)
 
     muon = torch.optim.Muon(
         matrices,
@@ -101,8 +118,8 @@ def stepped_side_by_side(adamw_owns=lambda name: "proj" not in name):
     )
     adamw = torch.optim.AdamW(
         [
-            {"params": [param for param in others if param.ndim == 2], "weight_decay": 0.1},
-            {"params": [param for param in others if param.ndim == 1], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": undecayed, "weight_decay": 0.0},
         ],
         lr=args.learning_rate,
         betas=(0.9, 0.98),
@@ -130,6 +147,7 @@ def test_resume_after_two_of_four_steps_is_exact(make):
     model = make()
     optimizer = build_muon(model, make_args())
     train(model, slice(2), optimizer)
+    # As a checkpoint is read: with `weights_only`, which takes no class of ours.
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
 
@@ -154,15 +172,20 @@ def test_lr_scheduler_drives_both_parts():
     # As accelerate does. It replaces the group dicts.
     optimizer.load_state_dict(optimizer.state_dict())
     scheduler = LambdaLR(optimizer, lambda step: (0.0, 0.5)[min(step, 1)])
-    assert [group["initial_lr"] for group in optimizer.param_groups] == [1e-2, 1e-2, 1e-2]
+    for group in optimizer.param_groups:
+        assert group["initial_lr"] == 1e-2
 
     def moved():
         """Whether each of the three groups moved in one step."""
         before = [copies(group["params"]) for group in optimizer.param_groups]
         train(model, slice(1), optimizer)
-        after = [group["params"] for group in optimizer.param_groups]
-        return [not all_equal(old, new) for old, new in zip(before, after, strict=True)]
 
+        moved = []
+        for old, group in zip(before, optimizer.param_groups, strict=True):
+            moved.append(not all_equal(old, group["params"]))
+        return moved
+
+    # The schedule starts at 0, as a warm-up does. An optimizer that kept its own rate would move.
     assert moved() == [False, False, False]
 
     scheduler.step()
@@ -182,6 +205,7 @@ def test_global_step_post_hook_fires_last_with_all_weights_new():
         fired.append(type(part).__name__)
         weights.append(copies(model.parameters()))
 
+    # Torch calls it for every optimizer, so also for the two parts of ours.
     handle = register_optimizer_step_post_hook(record)
     try:
         after = train(model, slice(1), optimizer)
@@ -203,26 +227,39 @@ def test_global_step_post_hook_fires_last_with_all_weights_new():
 
 @pytest.mark.parametrize(
     ("tie", "wrap"),
-    [(True, lambda model: model), (False, nn.DataParallel)],  # a wrapper has no get_output_embeddings
+    # A wrapper has no get_output_embeddings, by which the output layer is known otherwise.
+    [(True, lambda model: model), (False, nn.DataParallel)],
 )
 def test_each_trainable_parameter_is_in_exactly_one_part(tie, wrap):
     model = wrap(make_model(tie))
-    frozen = next(name for name, _ in model.named_parameters() if name.endswith("layers.0.mlp.up_proj.weight"))
-    model.get_parameter(frozen).requires_grad_(False)
+    trainable = []
+    of_two_dimensions = set()
+    for name, param in model.named_parameters():
+        if name.endswith("layers.0.mlp.up_proj.weight"):
+            param.requires_grad_(False)
+            continue
+        trainable.append(name)
+        if param.ndim == 2:
+            of_two_dimensions.add(name)
 
     matrices, _, others = split_parameters(model)
 
-    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     assert sorted(matrices + others) == sorted(trainable)
-    assert all(".layers." in name and "proj" in name for name in matrices)
+    for name in matrices:
+        assert ".layers." in name
+        assert "proj" in name
+    # Seven in each of two layers, without the frozen one.
     assert len(matrices) == 2 * 7 - 1
-    assert sum("embed_tokens" in name or "lm_head" in name for name in others) == (1 if tie else 2)
+    # A tied output layer is the embedding, and no parameter of its own.
+    outside = [name for name in others if "embed_tokens" in name or "lm_head" in name]
+    assert len(outside) == (1 if tie else 2)
 
-    grouped = [param for group in build_muon(model, make_args()).param_groups for param in group["params"]]
-    assert {id(param) for param in grouped} == {id(model.get_parameter(name)) for name in trainable}
-    assert len(grouped) == len(trainable)
+    grouped = []
+    for group in build_muon(model, make_args()).param_groups:
+        grouped += group["params"]
+    assert sorted(names_of(grouped, model)) == sorted(trainable)
     # Control: the plain rule "two dimensions" would take the embeddings as well.
-    assert {name for name in trainable if model.get_parameter(name).ndim == 2} > set(matrices)
+    assert of_two_dimensions > set(matrices)
 
 
 def test_adamw_decays_what_the_trainer_decays():
@@ -230,10 +267,11 @@ def test_adamw_decays_what_the_trainer_decays():
 
     muon, decayed, undecayed = build_muon(model, make_args()).param_groups
 
-    names = {param: name for name, param in model.named_parameters()}
+    # The method does not read its `self`.
     trainers = set(Trainer.get_decay_parameter_names(None, model))
-    assert {names[param] for param in muon["params"] + decayed["params"]} == trainers
-    assert {names[param] for param in undecayed["params"]} == set(names.values()) - trainers
+    names = {name for name, _ in model.named_parameters()}
+    assert set(names_of(muon["params"] + decayed["params"], model)) == trainers
+    assert set(names_of(undecayed["params"], model)) == names - trainers
     assert (muon["weight_decay"], decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.1, 0.0)
 
 
@@ -245,17 +283,22 @@ def test_muon_takes_routed_experts_and_leaves_routers(caplog):
 
     split = split_parameters(model)
     assert {name.split(".")[-2] for name in split.matrices} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    projections = {name.rpartition("experts.")[2]: count for name, count in split.experts.items()}
-    assert projections == {"gate_up_proj": 2, "down_proj": 1}
+    # In each of two layers the experts are two parameters, the first of which holds gate and up.
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        assert split.experts[f"{experts}.gate_up_proj"] == 2
+        assert split.experts[f"{experts}.down_proj"] == 1
+        assert f"model.layers.{layer}.mlp.gate.weight" in split.others
     assert len(split.experts) == 2 * 2
-    assert sum(name.endswith("mlp.gate.weight") for name in split.others) == 2
 
     parts = [(group["part"], group.get("projections")) for group in groups]
+    # By projections, because a group has one number of them.
     assert parts == [("muon", None), ("experts", 1), ("experts", 2), ("adamw", None), ("adamw", None)]
     assert not caplog.records
 
 
 def test_quantized_layers_are_split_as_plain_ones(tiny_model):
+    # By names, which quantization leaves as they are: it adds no parameter.
     plain = split_parameters(tiny_model("qwen3_moe"))
     quantized = split_parameters(apply_quantization(tiny_model("qwen3_moe"), "W4A16", ignore=DEFAULT_IGNORE))
 
@@ -271,7 +314,9 @@ def test_experts_of_another_layout_go_to_adamw_with_one_warning(caplog):
         build_muon(model, make_args())
 
     assert split_parameters(model).experts == {}
-    assert [record.getMessage().count("experts.") for record in caplog.records] == [4]
+    # Two parameters in each of two layers, in one line.
+    (warning,) = caplog.records
+    assert warning.getMessage().count("experts.") == 4
 
 
 def test_a_model_without_hidden_matrices_is_refused():

@@ -29,6 +29,7 @@ def random_experts(experts, rows, columns, steps=3):
     """A parameter `(experts, rows, columns)` and its gradients; an expert has no tokens in the first step."""
     generator = torch.Generator().manual_seed(5)
     start, *grads = torch.randn(1 + steps, experts, rows, columns, generator=generator)
+    # Muon divides by the norm, which is 0 here.
     grads[0][-1] = 0
     return start, grads
 
@@ -55,8 +56,10 @@ def matrices(tensor, projections):
 
 def each_matrix(start, grads, projections):
     """Of each matrix its start and its gradients."""
-    tensors = [matrices(tensor, projections) for tensor in (start, *grads)]
-    return [(matrix, own_grads) for matrix, *own_grads in zip(*tensors, strict=True)]
+    starts = matrices(start, projections)
+    # `(matrices, steps, rows, columns)`.
+    own_grads = torch.stack([matrices(grad, projections) for grad in grads], dim=1)
+    return list(zip(starts, own_grads, strict=True))
 
 
 def one_by_one(start, grads, projections):
@@ -133,13 +136,13 @@ def test_experts_agree_with_the_float64_reference():
     result = take_steps(*expert_muon(start, 2), grads)
 
     def error(projections):
-        stepped = [
-            reference_muon(matrix, own_grads, **MUON) for matrix, own_grads in each_matrix(start, grads, projections)
-        ]
+        stepped = []
+        for matrix, own_grads in each_matrix(start, grads, projections):
+            stepped.append(reference_muon(matrix, own_grads, **MUON))
         reference = torch.stack(stepped).reshape(start.shape)
         return (result - reference).norm() / (reference - start).norm()
 
-    # bfloat16, as for the matrices of test_optim.py.
+    # Newton-Schulz iterations run in bfloat16, the reference in float64.
     assert error(2) < 0.03
     # Control: gate and up as one matrix.
     assert error(1) > 0.1
@@ -172,8 +175,8 @@ def test_the_trainer_moves_every_matrix_by_muon(tmp_path):
 
     def expert_matrices(trainer):
         """All matrices of the experts' two parameters."""
-        parameters = trainer.model.model.layers[0].mlp.experts.parameters()
-        return [matrices(param.detach().clone(), count) for param, count in zip(parameters, (2, 1), strict=True)]
+        gate_up, down = trainer.model.model.layers[0].mlp.experts.parameters()
+        return [matrices(gate_up.detach().clone(), 2), matrices(down.detach().clone(), 1)]
 
     def moved(**optimizer):
         """Root mean square per matrix of what two steps changed."""
@@ -184,8 +187,10 @@ def test_the_trainer_moves_every_matrix_by_muon(tmp_path):
         trainer.train()
         after = expert_matrices(trainer)
 
-        changed = [new - old for old, new in zip(before, after, strict=True)]
-        return torch.cat([change.square().mean((1, 2)).sqrt() for change in changed])
+        sizes = []
+        for old, new in zip(before, after, strict=True):
+            sizes.append((new - old).square().mean((1, 2)).sqrt())
+        return torch.cat(sizes)
 
     # 0.2 of the rate a step, times singular values of at most 1.2; fewer than all are left of so few tokens.
     most = 2 * 0.2 * 1e-3 * 1.2
@@ -193,7 +198,7 @@ def test_the_trainer_moves_every_matrix_by_muon(tmp_path):
     assert len(by_muon) == 4 * 3
     assert (by_muon > most / 10).all()
     assert (by_muon < most).all()
-    # Control: AdamW.
+    # Control: AdamW, whose first steps move every entry by about the rate.
     assert (moved(optim_muon=False) > most).all()
 
 
@@ -216,7 +221,10 @@ def gradients_of_four_steps(model):
             grads[name] = torch.randn(param.shape, generator=generator)
         steps.append(grads)
 
-    steps[3] = {name: grad for name, grad in steps[3].items() if "experts" in name}
+    # A step without attention must communicate nothing at all.
+    for name in list(steps[3]):
+        if "experts" not in name:
+            del steps[3][name]
     return steps
 
 
@@ -233,6 +241,7 @@ def sharded_steps(folder, experts):
         fully_shard(module, mesh=mesh)
     optimizer = build_muon(model, make_args())
 
+    # Gradients are set, not computed: a backward would communicate too.
     moved_bytes = []
     for step, grads in enumerate(gradients_of_four_steps(model)):
         model.zero_grad()
@@ -275,12 +284,21 @@ def assert_cut_matrices_are_refused(mesh):
 
 def expected_bytes(shapes):
     """What Muon's five iterations in bfloat16 gather and sum for matrices of these shapes, as `build_muon` says."""
-    gathered = sum(10 * (2 * rows * columns + rows * rows) for rows, columns in shapes if rows <= columns)
-    summed = sum(20 * columns * columns for rows, columns in shapes if rows > columns)
-    # Of what is gathered, half is here already. What is summed has the norm of each matrix too.
-    return gathered / 2, summed + 2 * len(shapes)
+    gathered = 0
+    # The norm of each matrix, a bfloat16 number.
+    summed = 2 * len(shapes)
+    for rows, columns in shapes:
+        # The smaller square product: of wide matrices it needs all rows, of tall ones it is a sum over shards.
+        if rows <= columns:
+            gathered += 10 * (2 * rows * columns + rows * rows)
+        else:
+            summed += 20 * columns * columns
+
+    # Of what is gathered, half is here already.
+    return gathered / 2, summed
 
 
+# The same number on both ranks, one more on the first, and a rank without any.
 @pytest.mark.slow
 @pytest.mark.parametrize(("experts", "shards"), [(4, [2, 2]), (3, [2, 1]), (1, [1, 0])])
 def test_sharded_experts_step_as_in_one_process_and_communicate_nothing(tmp_path, experts, shards):
@@ -294,6 +312,7 @@ def test_sharded_experts_step_as_in_one_process_and_communicate_nothing(tmp_path
     alone = make_moe(experts, **TALL)
     attention = split_parameters(alone).matrices
     gathered, summed = expected_bytes([alone.get_parameter(name).shape for name in attention])
+    # Control: a step of attention communicates, and just this. The experts add nothing.
     assert moved_bytes[0][0] == gathered > 0
     assert moved_bytes[0][1] == summed
 
@@ -305,9 +324,9 @@ def test_sharded_experts_step_as_in_one_process_and_communicate_nothing(tmp_path
         before_last = {name: param.detach().clone() for name, param in alone.named_parameters()}
         optimizer.step()
 
-    expert_names = [name for name in sharded if "experts" in name]
-    assert len(expert_names) == 4
-    for name in expert_names:
+    experts_of_all_layers = split_parameters(alone).experts
+    assert len(experts_of_all_layers) == 4
+    for name in experts_of_all_layers:
         assert torch.equal(sharded[name], alone.get_parameter(name))
         # Control: the last step moved it.
         assert not torch.equal(sharded[name], before_last[name])

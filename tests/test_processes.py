@@ -58,6 +58,7 @@ def pids():
 
 def gone(pid, within=5.0):
     """Whether a process ends within some seconds."""
+    # The kernel ends a process some time after the signal. "Z": it has ended, and its parent has not asked how.
     end = time.monotonic() + within
     while time.monotonic() < end:
         if state(pid) in ("Z", None):
@@ -70,6 +71,7 @@ def state(pid):
     """Linux's letter for the state of a process, `None` if there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # The name before it, in brackets, may hold spaces.
             return file.read().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -84,6 +86,7 @@ def test_death_by_a_signal_is_named_within_seconds_and_takes_what_it_started_alo
         # The fork holds every pipe of its parent open, as vLLM's engine does.
         in_fresh_process("4/4 fresh engine", leave_a_fork_and_die, tmp_path / "pid", number, limit_s=60)
 
+    # The limit of the call is 60 s, which it must not wait for.
     assert time.monotonic() - start < 15
     assert ("memory" in str(raised.value)) == (name == "SIGKILL")
     assert gone(int((tmp_path / "pid").read_text()))
@@ -136,7 +139,7 @@ def test_worker_is_started_again_after_a_limit_and_after_a_death(worker):
         worker.call("a step", die, signal.SIGKILL, limit_s=60)
 
     third = worker.call("a step", os.getpid, limit_s=60)
-    # Between two calls: nothing is lost.
+    # Between two calls nothing is lost, so it is started again without an error.
     os.kill(third, signal.SIGKILL)
     assert gone(third)
     time.sleep(0.5)
@@ -156,6 +159,7 @@ def test_worker_answers_any_thread(worker):
     for thread in threads:
         thread.join()
 
+    # One process: two answers over one pipe must not be mixed up.
     assert len(seen) == 4
     assert len(set(seen)) == 1
 
@@ -202,6 +206,7 @@ def test_ctrl_c_ends_caller_and_worker(tmp_path):
     # Between two looks of the caller, which are a second apart.
     time.sleep(0.5)
 
+    # To the caller alone, as its worker is in a session of its own.
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=20)
 

@@ -27,12 +27,14 @@ def test_a_workflow_gives_its_jobs_no_right_but_reading(path):
 
 
 def test_every_make_target_that_is_called_exists():
+    # A workflow runs on the host of the repository alone: a target that was renamed would fail there.
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     called = set()
     for path in (*GITHUB.rglob("*.yml"), ROOT / ".ci" / "run", ROOT / "CONTRIBUTING.md"):
         called |= set(re.findall(r"(?:^|run: |`)make ([a-z-]+)", path.read_text(), re.MULTILINE))
 
-    assert {"install", "coverage", "test-latest", "dist", "docs"} <= called  # control
+    # Control: calls are found in each of the files.
+    assert {"install", "coverage", "test-latest", "dist", "docs"} <= called
     assert not called - targets
 
 
@@ -52,7 +54,9 @@ def imported_packages() -> set[str]:
     for path in (ROOT / "qarl_trl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
+                for alias in node.names:
+                    names.append(alias.name)
+            # A relative import has a level, and is of this package.
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.append(node.module)
     return {name.split(".")[0] for name in names}
@@ -63,22 +67,22 @@ def declared_packages() -> set[str]:
     requirements = list(PROJECT["dependencies"])
     for extra in PROJECT["optional-dependencies"].values():
         requirements += extra
-    return {re.match(r"[\w-]+", requirement)[0].lower().replace("-", "_") for requirement in requirements}
+    names = [Requirement(requirement).name for requirement in requirements]
+    # A package may have a dash where its module has an underscore.
+    return {name.lower().replace("-", "_") for name in names}
 
 
 def test_what_the_package_imports_is_declared():
     """Otherwise a clean installation lacks what vLLM happens to bring: `requests` was one."""
-    packages = {
-        "yaml": "pyyaml",  # its package has another name
-        "starlette": "vllm",  # it comes with the server
-        "triton": "torch",  # it comes with torch for CUDA
-    }
+    # The package of `yaml` has another name. The others come with vLLM's server, and with torch for CUDA.
+    packages = {"yaml": "pyyaml", "starlette": "vllm", "triton": "torch"}
     imported = imported_packages() - set(sys.stdlib_module_names) - {"qarl_trl"}
 
     undeclared = {packages.get(name, name) for name in imported} - declared_packages()
 
     assert not undeclared
-    assert {"torch", "requests"} <= imported  # control
+    # Control: imports at the top of a file are read, and those inside of functions.
+    assert {"torch", "requests"} <= imported
 
 
 # Versions -----------------------------------------------------------------------------------------------------------
@@ -94,15 +98,20 @@ def needed() -> dict[str, Requirement]:
 
 def pins_of(name: str) -> dict[str, Requirement]:
     """The lines of a list in requirements/, by name."""
-    lines = (ROOT / "requirements" / name).read_text().splitlines()
-    requirements = [Requirement(line) for line in lines if line and line[0] not in "# "]
-    return {requirement.name: requirement for requirement in requirements}
+    pins = {}
+    for line in (ROOT / "requirements" / name).read_text().splitlines():
+        # The others are comments.
+        if line and line[0] not in "# ":
+            requirement = Requirement(line)
+            pins[requirement.name] = requirement
+    return pins
 
 
 def outside_of_their_windows(pins: dict[str, Requirement]) -> list[str]:
     """The dependencies that are not pinned, or to a version that pyproject.toml does not accept."""
     wrong = []
     for name, requirement in needed().items():
+        # `==` one version: a list that leaves a choice is no list of what ran.
         (pin,) = pins[name].specifier if name in pins else (None,)
         if pin is None or pin.operator != "==" or not requirement.specifier.contains(pin.version):
             wrong.append(name)
@@ -114,9 +123,10 @@ def test_the_list_for_gpus_pins_every_dependency_inside_of_its_window():
 
     assert outside_of_their_windows(pins) == []
 
-    # Controls: another version, and a missing line.
+    # Controls: a version that the window excludes in its middle, and a missing line.
     assert outside_of_their_windows(pins | {"vllm": Requirement("vllm==0.27.0")}) == ["vllm"]
-    assert outside_of_their_windows({name: pin for name, pin in pins.items() if name != "trl"}) == ["trl"]
+    del pins["trl"]
+    assert outside_of_their_windows(pins) == ["trl"]
 
 
 def test_the_list_for_gpus_is_one_for_all_versions_of_python():
@@ -126,15 +136,21 @@ def test_the_list_for_gpus_is_one_for_all_versions_of_python():
 
     assert names == resolved
     assert Version(names[0]) in Requirement(f"python{PROJECT['requires-python']}").specifier
-    assert [pin for pin in pins_of("gpu.txt").values() if pin.marker] == []
+    for pin in pins_of("gpu.txt").values():
+        assert pin.marker is None, pin
 
 
 def rows_of_versions() -> dict[str, list[str]]:
     """CONTRIBUTING's table of versions: by software the other cells."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     table = page[page.index("| software | accepted | run |") :].split("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    return {name: cells for name, *cells in rows}
+
+    rows = {}
+    # Below the header and the line under it.
+    for line in table.splitlines()[2:]:
+        name, *cells = map(str.strip, line.strip("|").split("|"))
+        rows[name] = cells
+    return rows
 
 
 def minor_versions(cell: str) -> list[str]:
@@ -160,6 +176,7 @@ def minor_versions(cell: str) -> list[str]:
 )
 def test_the_table_of_versions_says_what_the_package_accepts(software, package, major):
     window = needed()[package].specifier
+    # A window that excludes 0.27.* accepts no patch of it. 60 is beyond all that these packages have.
     accepted = [f"{major}.{minor}" for minor in range(60) if window.contains(f"{major}.{minor}.99")]
 
     said, run = rows_of_versions()[software]
@@ -174,11 +191,13 @@ def test_the_table_of_versions_says_what_the_package_accepts(software, package, 
 
 def test_both_builds_of_vllm_have_one_window():
     extras = PROJECT["optional-dependencies"]
-    windows = [Requirement(extras[name][0]).specifier for name in ("vllm", "cpu")]
+    for_gpus = Requirement(extras["vllm"][0]).specifier
+    for_cpus = Requirement(extras["cpu"][0]).specifier
 
-    assert windows[0] == windows[1]
-    assert "0.27.1" not in windows[0]
-    assert "0.31.0" in windows[0]  # control
+    assert for_gpus == for_cpus
+    assert "0.27.1" not in for_gpus
+    # Control: it is no window that accepts nothing.
+    assert "0.31.0" in for_gpus
 
 
 def test_the_owner_of_the_repository_is_named_by_one_command(tmp_path):
@@ -195,6 +214,9 @@ def test_the_owner_of_the_repository_is_named_by_one_command(tmp_path):
     urls = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]["urls"]
     assert urls["Repository"] == "https://github.com/ada/qarl_trl"
     assert "<owner>" not in (tmp_path / "pyproject.toml").read_text()
+    # As text: a notebook is JSON, in which quotes have a backslash.
     notebook = json.loads((tmp_path / "examples" / "quickstart.ipynb").read_text())
-    code = "".join("".join(cell["source"]) for cell in notebook["cells"])
+    code = ""
+    for cell in notebook["cells"]:
+        code += "".join(cell["source"])
     assert 'REPOSITORY = "https://github.com/ada/qarl_trl"' in code

@@ -20,7 +20,6 @@ from qarl_trl.validate.adapters import check_adapter
 ROOT = Path(__file__).parents[1]
 # Not of the paper's runs. tests/tools/plan/memory/test_advice.py reads those for one GPU.
 OTHER_FOLDERS = ("accelerate", "llmcompressor", "one_gpu", "trainers")
-RECIPES = sorted(path for path in ROOT.glob("recipes/*/*.yaml") if path.parent.name not in OTHER_FOLDERS)
 MODELS = ["qwen2.5-math-1.5b", "qwen2.5-math-7b", "qwen3-8b-base", "qwen3-30b-a3b-base"]
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
 GPUS = 8
@@ -43,6 +42,18 @@ METHOD = {
 }
 
 
+def recipes_of_the_paper():
+    """Their files, in a fixed order."""
+    paths = []
+    for path in sorted(ROOT.glob("recipes/*/*.yaml")):
+        if path.parent.name not in OTHER_FOLDERS:
+            paths.append(path)
+    return paths
+
+
+RECIPES = recipes_of_the_paper()
+
+
 def recipe_id(path):
     return f"{path.parent.name}/{path.stem}"
 
@@ -60,11 +71,33 @@ def differing_keys(path, other_path):
     """The keys whose values differ between two recipes."""
     recipe = read(path)
     other = read(other_path)
-    return {key for key in recipe.keys() | other.keys() if recipe.get(key) != other.get(key)}
+
+    keys = set()
+    for key in recipe.keys() | other.keys():
+        # No recipe sets a key to `null`, so a missing one differs from all.
+        if recipe.get(key) != other.get(key):
+            keys.add(key)
+    return keys
+
+
+def settings_of(script_args, args, model_args):
+    """All settings of a run, whichever of the three has them."""
+    return vars(script_args) | vars(args) | vars(model_args)
+
+
+def assert_settings_are_those_of(path, settings):
+    """Each key of a recipe reached the run."""
+    for key, value in read(path).items():
+        read_value = settings[key]
+        # Some fields keep a number as text.
+        if isinstance(value, float):
+            read_value = float(read_value)
+        assert read_value == value, key
 
 
 def arms(model):
     """The recipes of a model's four arms."""
+    # The paper trains the mixture by GSPO.
     base = "gspo" if "a3b" in model else "grpo"
     names = (f"bf16_{base}", f"w4a16_rollout_{base}", "w4a16_qarl_tbpo", "fp8_qarl_tbpo")
     return [ROOT / "recipes" / model / f"{name}.yaml" for name in names]
@@ -79,11 +112,13 @@ def ablations():
 
 
 def test_every_model_of_the_paper_has_its_four_arms():
-    others = {*lora_arms(), *ablations()}
+    expected = set()
+    for model in MODELS:
+        expected.update(arms(model))
 
-    of_the_paper = [path for path in RECIPES if path not in others]
-
-    assert sorted(arm for model in MODELS for arm in arms(model)) == of_the_paper
+    of_the_paper = set(RECIPES) - {*lora_arms(), *ablations()}
+    assert of_the_paper == expected
+    assert len(expected) == 4 * len(MODELS)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
@@ -91,15 +126,11 @@ def test_recipe_validates_with_the_batches_and_bounds_of_table_2(path):
     """An update is 64 prompts, and a rollout batch 8 of them, or on policy one."""
     script_args, args, model_args = parse(["--config", str(path), *ON_CPU])
 
-    settings = vars(script_args) | vars(args) | vars(model_args)
-    for key, value in read(path).items():
-        if isinstance(value, float):
-            assert float(settings[key]) == value, key
-        else:
-            assert settings[key] == value, key
+    assert_settings_are_those_of(path, settings_of(script_args, args, model_args))
     assert args.use_vllm
     assert args.quantized == (not path.stem.startswith("bf16"))
 
+    # TRL counts both in micro-batches of a process.
     rollout = args.per_device_train_batch_size * GPUS * args.steps_per_generation
     update = args.per_device_train_batch_size * GPUS * args.gradient_accumulation_steps
     updates = 1 if "on_policy" in path.stem else 8
@@ -135,6 +166,7 @@ def test_arms_differ_in_the_method_only(model):
     ranks = {"vllm_tensor_parallel_size"} if "30b" in model else set()
     assert differing_keys(qarl, fp8) == {"output_dir", "quant_scheme"} | ranks
 
+    # Few: who compares two arms reads the difference of two files.
     changed = differing_keys(rollout, qarl) - one_row
     assert {"quantize_learner", "loss_type"} <= changed <= METHOD - {"quant_scheme"}
     assert len(changed) <= 12
@@ -146,6 +178,7 @@ def test_there_is_an_arm_with_lora():
 
 @pytest.mark.parametrize("path", lora_arms(), ids=recipe_id)
 def test_a_lora_arm_differs_from_its_full_one_in_the_adapter_and_the_optimizer(path):
+    # Factors have another rate, no decay and no Muon. Their base is whole on each GPU, beside a smaller engine.
     full = path.with_stem(path.stem.removesuffix("_lora"))
     adapter = {"use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "dtype"}
     optimizer = {"optim_muon", "learning_rate", "weight_decay", "vllm_gpu_memory_utilization"}
@@ -159,7 +192,7 @@ def test_the_adapter_of_a_lora_arm_is_accepted(path):
 
     check_adapter(get_peft_config(model_args), args)
 
-    # Control: TRL's default.
+    # Control: TRL's default, which draws a mask that no engine has.
     model_args.lora_dropout = 0.05
     with pytest.raises(ValueError, match=r"lora_dropout=0\.05"):
         check_adapter(get_peft_config(model_args), args)
@@ -171,6 +204,7 @@ def test_a_key_of_an_ablation_overrides_its_base_and_the_command_line_overrides_
     _, args, _ = parse(config)
     _, overridden, _ = parse([*config, "--delta", "5.0"])
 
+    # Two keys of its own, and one of its base.
     assert args.delta == 3.0
     assert args.quantize_learner is True
     assert args.epsilon == 0.2
@@ -209,6 +243,7 @@ def test_launch_file_is_read_by_accelerate(name, kind, nodes):
     ("name", "nodes", "copies", "shards"), [("fsdp2", 1, None, None), ("hsdp", 2, "2", str(GPUS))]
 )
 def test_launch_file_of_fsdp_sets_the_environment_of_its_processes(name, nodes, copies, shards):
+    # As `accelerate launch` reads it, on the last node. Its parser alone does not look into the file.
     command = ["--config_file", str(launch_file(name)), "--machine_rank", str(nodes - 1), "train.py"]
 
     arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args(command))
@@ -233,6 +268,7 @@ def test_recipe_of_llm_compressor_can_be_read(name, groups):
 
 
 def test_each_recipe_of_llm_compressor_is_tested():
+    # Control of the list above, which names them by hand.
     names = {path.stem for path in ROOT.glob("recipes/llmcompressor/*.yaml")}
 
     assert names == {"w4a16", "fp8_attention_w4a16_mlp"}
@@ -251,9 +287,7 @@ def test_recipe_of_another_trainer_is_read_by_its_command(command):
 
     script_args, args, model_args = parse(["--config", str(path), *ON_CPU], method=TRAINERS[command])
 
-    settings = vars(script_args) | vars(args) | vars(model_args)
-    for key, value in read(path).items():
-        assert float(settings[key]) == value if isinstance(value, float) else settings[key] == value, key
+    assert_settings_are_those_of(path, settings_of(script_args, args, model_args))
     assert args.quantized
     assert args.quantize_learner
     assert f"qarl-trl {command} --config recipes/trainers/{command}.yaml" in path.read_text()

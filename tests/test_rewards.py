@@ -55,14 +55,17 @@ def log(monkeypatch, caplog):
         (r"\boxed{1} or \boxed{2}", "2", 0.0),
         (r"\boxed{1} or \boxed{2}", "1, 2", 1.0),
         ("The answer is 42.", "42", 1.0),
-        ("I counted 42 apples on the way", "42", 0.0),  # a number that is not announced as the answer
-        ([{"type": "text", "text": r"\boxed{"}, {"type": "text", "text": "3}"}], "3", 1.0),  # parts of one message
+        # A number that is not announced as the answer.
+        ("I counted 42 apples on the way", "42", 0.0),
+        # Parts of one message.
+        ([{"type": "text", "text": r"\boxed{"}, {"type": "text", "text": "3}"}], "3", 1.0),
         ("", "42", 0.0),
     ],
 )
 def test_answer_is_judged(completion, answer, reward):
     message = [{"role": "assistant", "content": completion}]
 
+    # As text and as a message: TRL gives one or the other, by the prompts.
     assert math_reward([completion], [answer]) == [reward]
     assert math_reward([message], [answer]) == [reward]
 
@@ -72,6 +75,7 @@ def test_answer_is_judged(completion, answer, reward):
     [None, [], [{"role": "assistant"}], r"\boxed{" * 2000, "$" * 4001, "\ud800", 7],
 )
 def test_broken_completion_gets_zero_and_no_exception(garbage):
+    # The second shows that the first did not cost the others their rewards.
     assert math_reward([garbage, r"\boxed{3}"], ["3", "3"]) == [0.0, 1.0]
 
 
@@ -95,13 +99,17 @@ def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, log):
 
     assert graded == [0.0, 0.0]
     assert time.monotonic() - start < 15
-    assert [record for record in log.records if "no result within 1 s" in record.message] == log.records[:1]
+    # Said of the first of the two alone.
+    said = "\n".join(record.message for record in log.records)
+    assert said.count("no result within 1 s") == 1
+    assert "no result within 1 s" in log.records[0].message
     # A fresh process goes on.
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
 
 
 def test_answers_that_are_not_graded_within_the_time_of_their_batch_count_as_wrong(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", grade_slowly)
+    # Imports take longer than the batch may.
     math_reward(["starts the process"], ["3"])
 
     start = time.monotonic()
@@ -131,23 +139,27 @@ def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, log):
 
     assert math_reward(["die", r"\boxed{3}", "die"], ["3"] * 3) == [0.0, 1.0, 0.0]
 
-    assert [record.message.count("died of SIGKILL") for record in log.records] == [1]
+    (warning,) = log.records
+    assert warning.message.count("died of SIGKILL") == 1
 
 
 def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(monkeypatch, log):
     monkeypatch.setattr(rewards, "_grade", fail)
+    # Other tests have started it, and it is tried only when it is new.
     rewards._WORKER.close()
 
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         math_reward(["1"], ["1"])
     assert math_reward(["1", "2"], ["1", "2"]) == [0.0, 0.0]
 
-    assert [record.message.count("ZeroDivisionError") for record in log.records] == [1]
+    (warning,) = log.records
+    assert warning.message.count("ZeroDivisionError") == 1
 
 
 def test_fork_grades_for_itself():
     assert math_reward([r"\boxed{3}"], ["3"]) == [1.0]
 
+    # Both would read answers from one pipe, and get those of the other.
     child = os.fork()
     if child == 0:
         graded = math_reward([r"\boxed{3}", r"\boxed{4}"], ["3", "3"])

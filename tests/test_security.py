@@ -77,6 +77,7 @@ def test_code_of_a_checkpoint_runs_when_it_is_asked_for(foreign, tmp_path):
 
 
 def test_a_recipe_is_data(tmp_path):
+    # What `yaml.load` calls while it reads.
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"x: !!python/object/apply:pathlib.Path.touch [{tmp_path / 'it-ran'}]\n")
 
@@ -89,6 +90,7 @@ def test_a_recipe_is_data(tmp_path):
 
 
 def test_a_recipe_with_an_alias_is_refused(tmp_path):
+    # Aliases of aliases grow to any size: a few lines would fill the memory.
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("a: &a {x: 1}\nb: *a\n")
 
@@ -122,7 +124,8 @@ def test_a_recipe_that_merges_is_refused(tmp_path):
     with pytest.raises(ValueError, match="recipe.yaml must have no merges"):
         read_recipe(recipe)
 
-    recipe.write_text("a: '<<'\n")  # control: a text
+    # Control: a text.
+    recipe.write_text("a: '<<'\n")
     assert read_recipe(recipe) == {"a": "<<"}
 
 
@@ -136,6 +139,7 @@ def test_a_base_without_an_end_is_refused(tmp_path, base):
 
 
 def test_an_error_of_a_recipe_does_not_show_its_lines(tmp_path):
+    # A quote that does not end. YAML's own message shows the line.
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("hub_token: 'hf_secret\n")
 
@@ -146,6 +150,7 @@ def test_an_error_of_a_recipe_does_not_show_its_lines(tmp_path):
 
 
 def test_a_recipe_sets_no_variable_of_the_environment(tmp_path):
+    # TRL's parser sets what is in `env`: tokens would then go to the address of whoever wrote the recipe.
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("env:\n  HF_ENDPOINT: value-of-it\n")
 
@@ -189,6 +194,7 @@ def test_redaction_keeps_what_is_no_secret(value):
 
 def test_redaction_hides_secrets_of_the_environment_wherever_they_stand(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "from-the-environment")
+    # So short that it stands everywhere: hidden, it would make the rest unreadable.
     monkeypatch.setenv("SHORT_TOKEN", "1")
     value = {"url": "https://user:from-the-environment@host/1", "args": ["--x=from-the-environment"], "seed": "1"}
 

@@ -1,6 +1,5 @@
 """`qarl_trl.train`: reading a recipe, refusing a wrong one, and a run from end to end."""
 
-import json
 import math
 import os
 import re
@@ -13,6 +12,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 from conftest import make_model, make_tokenizer
+from lines import additions, command_line, write_rows
 
 from qarl_trl import cli, train
 from qarl_trl.checkpoints.folder import commit
@@ -34,10 +34,7 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture
 def problems(tmp_path):
     """A file with nine problems."""
-    rows = [json.dumps({"problem": f"{i} + 1", "answer": str(i + 1)}) for i in range(9)]
-    path = tmp_path / "problems.jsonl"
-    path.write_text("\n".join(rows))
-    return str(path)
+    return write_rows(tmp_path / "problems.jsonl", additions(9))
 
 
 @pytest.fixture
@@ -56,6 +53,7 @@ def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("reward_funcs: my.reward\nlearning_rate: 1e-5\ntbpo_delta_low: 0.002\nlora_r: 4\n")
 
+    # A key of the script, of TRL, of this package and of the model.
     script_args, training_args, model_args = parse(["--config", str(recipe), "--learning_rate", "2e-5", *base])
 
     assert script_args.reward_funcs == ["my.reward"]
@@ -74,6 +72,7 @@ def test_unknown_keys_are_refused_with_the_nearest_one(base, tmp_path, key, near
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"{key}: 1e-5\n")
 
+    # In a recipe, as an option with its value behind it, and with the value in one word.
     for argv in (["--config", str(recipe), *base], [*base, f"--{key}", "1"], [*base, f"--{key}=1"]):
         with pytest.raises(ValueError, match=f"{key} is not a key.* Did you mean {near}"):
             parse(argv)
@@ -103,6 +102,7 @@ NAMED_OTHERWISE = {
 def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field(base, tmp_path, kind):
     """Of all fields, by their types: a number is never NaN, infinite or text, and a switch or a number is no list."""
     recipe = tmp_path / "recipe.yaml"
+    # What the config of each group needs to be built, so that an error is about the one wrong value.
     names = [key.removeprefix("--") for key in base[::2]]
     right = dict(zip(names, base[1::2], strict=True)) | {"lora_dropout": 0}
     accepted = set()
@@ -121,17 +121,30 @@ def test_a_wrong_value_of_any_field_is_accepted_or_an_error_that_names_the_field
             except ValueError as error:
                 assert re.search(rf"\b{name}\b|{NAMED_OTHERWISE.get(name, name)}", str(error)), name
 
-    numbers = {name for name, hint in types.items() if hint in (int, float, int | None, float | None)}
+    numbers = fields_of_types(types, int, float, int | None, float | None)
+    # A switch may be given as a number.
     if kind in ("a mapping", "a list", "text"):
-        numbers |= {name for name, hint in types.items() if hint is bool}
+        numbers |= fields_of_types(types, bool)
+    # -1 has a meaning for these, or a negative number is one like others.
     if kind.startswith("negative"):
         numbers -= {"entropy_coef", "local_rank", "save_total_limit", "top_k"}
+    # `null` is "not set" for many of them.
     if kind != "nothing":
         assert not accepted & numbers
     # Control: there are numbers.
     assert len(numbers) >= 60
 
 
+def fields_of_types(types, *wanted):
+    """The names of the fields whose annotation is one of `wanted`."""
+    names = set()
+    for name, hint in types.items():
+        if hint in wanted:
+            names.add(name)
+    return names
+
+
+# As text, of which YAML makes numbers, switches and `None` by rules of its own: "1e-5" stays text, "no" is false.
 WRITTEN = {
     "learning_rate": "1e-5",
     "max_steps": "7",
@@ -152,9 +165,8 @@ WRITTEN = {
 def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("".join(f"{key}: {value}\n" for key, value in WRITTEN.items()))
-    options = [word for key, value in WRITTEN.items() for word in (f"--{key}", value)]
 
-    script_args, args, _ = parse([*base, *options])
+    script_args, args, _ = parse([*base, *command_line(WRITTEN)])
     _, from_recipe, _ = parse(["--config", str(recipe), *base])
 
     assert script_args.reward_funcs == ["math_reward"]
@@ -174,7 +186,10 @@ def test_values_of_a_recipe_and_of_the_command_line_have_the_same_types(base, tm
 
 def settings_of(args):
     """The settings without those that depend on the time."""
-    return {name: value for name, value in args.to_dict().items() if name not in ("logging_dir", "run_name")}
+    settings = args.to_dict()
+    for name in ("logging_dir", "run_name"):
+        settings.pop(name, None)
+    return settings
 
 
 def test_what_no_option_can_say_is_taken_from_the_recipe_by_its_type(base, tmp_path):
@@ -270,6 +285,7 @@ def test_a_pair_of_numbers_is_no_text():
         (["--model_name_or_path", ""], "model_name_or_path"),
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
+        # Options without a value, and with one too many.
         (["--max_steps"], "max_steps"),
         (["--max_steps", "1", "2"], "'2' is neither an option"),
         (["--num_generations", "0"], "num_generations must be above 0, got 0"),
@@ -324,6 +340,7 @@ def test_rewards_come_by_name_and_by_path(tmp_path, monkeypatch):
     module = "def short(completions, **kwargs):\n    return [0.0 for _ in completions]\n"
     (tmp_path / "my_rewards.py").write_text(module)
     monkeypatch.chdir(tmp_path)
+    # Loading adds the current folder, last.
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     rewards = load_rewards(["math_reward", "my_rewards.short", "trl.rewards.think_format_reward"])
@@ -369,6 +386,7 @@ except ValueError as error:
     [("math_reward", "[1.0]"), ("math_rewards", "True"), ("trl.rewards.think_format_reward", "[0.0]")],
 )
 def test_no_file_of_the_current_folder_stands_in_for_a_package(tmp_path, name, answer):
+    # Two are packages that are installed, the third is a name that is misspelt.
     for module in ("math_verify", "math_rewards", "trl"):
         (tmp_path / f"{module}.py").write_text(f"print('ran {module}')\n")
     done = run_python(["-c", CALL_A_REWARD.format(name=name)], folder=tmp_path)
@@ -407,6 +425,7 @@ def test_python_m_takes_the_current_folder_last(tmp_path, command, module, refus
 def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(train, "make_trainer", lambda *args: pytest.fail("a dry run must not train"))
+    # As the recipes have it: for a GPU, which the machine of who checks them may lack.
     for_gpu = [option for option in base if option not in ON_CPU]
 
     run([*for_gpu, "--use_vllm", "--dry_run", "--gradient_accumulation_steps", "4",
@@ -418,8 +437,10 @@ def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsy
     assert "rollout batch: 16 prompts x 8 = 128 completions on 1 process(es)" in printed
     assert "update: 16 completions; 8 updates per rollout batch" in printed
     assert "QaRLConfig.steps_per_generation: 32" in printed
+    # The value of `--hub_token`. What is printed is pasted into issues.
     assert "secret" not in printed
     assert "QaRLConfig.hub_token: '<hidden>'" in printed
+
     # Control: without the dry run transformers refuses them.
     with pytest.raises(ValueError, match="use_cpu"):
         parse(for_gpu)
@@ -489,6 +510,7 @@ def test_a_dry_run_finds_a_missing_reward(base):
 def test_run_trains_evaluates_and_saves(base, problems, tmp_path, capsys, quant_scheme):
     from transformers import AutoConfig
 
+    # End to end: two steps, an evaluation after them, and a model in the output folder.
     model = tmp_path / "model"
     make_model(num_hidden_layers=1).save_pretrained(model)
     make_tokenizer().save_pretrained(model)

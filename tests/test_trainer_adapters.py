@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, get_peft_model
-from safetensors.torch import load_file
-from slow.toys import randomize_adapter, stored_tensors
-from toy_runs import adapter, changed, logged, make, master_weights
+from slow.toys import logged, randomize_adapter, stored_tensors
+from toy_runs import adapter, changed, copies_of, make, master_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
@@ -27,11 +26,12 @@ def test_lora_saves_the_adapter_and_beside_it_the_merged_low_bit_model(dense_mod
     synced = dict(iter_low_bit_weights(trainer.model))
     trained = master_weights(trainer)
     for folder in (run, run / "checkpoint-4"):
-        assert not (folder / "config.json").exists()  # of a model; with it, the folder would be both
+        # Of a model. With it the folder would be both.
+        assert not (folder / "config.json").exists()
         assert not changed(synced, stored_tensors(folder / "low_bit"))
 
         restored = AutoPeftModelForCausalLM.from_pretrained(folder)
-        assert all(torch.equal(parameter, trained[name]) for name, parameter in restored.named_parameters())
+        assert not changed(trained, dict(restored.named_parameters()))
         # The adapter and its base model give the low-bit model back.
         assert not changed(synced, low_bit_form(restored))
 
@@ -52,6 +52,7 @@ def test_the_low_bit_model_of_lora_loads_as_a_plain_model(dense_model, tmp_path)
 def test_the_reference_of_lora_is_the_low_bit_base(dense_model, tmp_path):
     """The policy it starts from: the KL of the first update is exactly 0."""
     trainer = make(dense_model, tmp_path, adapter(), beta=0.1)
+    # peft's state of the adapter at each forward: the reference is the model without it.
     enabled = set()
     forward = trainer._get_per_token_logps_and_entropies
 
@@ -81,19 +82,22 @@ def test_the_reference_of_all_weights_is_the_unquantized_model(dense_model, tmp_
 def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(dense_model, tmp_path):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense_model), adapter())
     randomize_adapter(model, scale=0.05)
-    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    start = copies_of(model)
 
     trainer = make(model, tmp_path, beta=0.1)
     trainer.train()
 
     assert logged(trainer, "kl")[0] == 0.0
+    # TRL copies the adapter under the name "ref". It is where the user's was, and the user's has moved.
     now = master_weights(trainer)
-    assert all(torch.equal(now[name.replace("default", "ref")], parameter) for name, parameter in start.items())
-    assert not all(torch.equal(now[name], parameter) for name, parameter in start.items())
+    for name, parameter in start.items():
+        assert torch.equal(now[name.replace("default", "ref")], parameter), name
+    assert changed(start, {name: now[name] for name in start})
 
     trainer.save_model(tmp_path / "final")
-    saved = load_file(tmp_path / "final" / "low_bit" / "model.safetensors")
-    assert not any("ref" in name or "lora" in name for name in saved)
+    for name in stored_tensors(tmp_path / "final" / "low_bit"):
+        assert "ref" not in name
+        assert "lora" not in name
 
 
 @pytest.mark.parametrize("as_peft_model", [True, False])
@@ -124,7 +128,8 @@ def test_a_peft_model_with_a_reference_resumes_with_the_adapter_of_the_checkpoin
     """The reference is an adapter, too, and the Trainer would load that one alone."""
 
     def trainer_in(folder):
-        torch.manual_seed(0)  # of A
+        # A starts at random, B at 0.
+        torch.manual_seed(0)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense_model), adapter())
         randomize_adapter(model, scale=0.05)
         return make(model, folder, beta=0.1, max_steps=3, save_strategy="steps", save_steps=1)
@@ -136,8 +141,9 @@ def test_a_peft_model_with_a_reference_resumes_with_the_adapter_of_the_checkpoin
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
 
     assert not changed(master_weights(straight), master_weights(resumed))
+    # Control: the last step moved what is trained, and that is no part of the reference.
     moved = changed(start, master_weights(resumed))
     assert moved
-    assert all(".default." in name for name in moved)
-    trained = {name for name, parameter in resumed.model.named_parameters() if parameter.requires_grad}
-    assert trained == moved
+    for name, parameter in resumed.model.named_parameters():
+        assert parameter.requires_grad == (name in moved)
+        assert parameter.requires_grad == (".default." in name)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from slow.toys import stored_tensors
-from toy_runs import adapter, changed, logged, make
+from slow.toys import logged, stored_tensors
+from toy_runs import adapter, changed, make
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from qarl_trl.export.files import base_of, check_base
@@ -39,9 +39,12 @@ def test_a_frozen_base_starts_at_the_checkpoint_and_stays(gptq_model, tmp_path):
 
     assert not changed(start, dict(iter_low_bit_weights(trainer.model)))
     assert changed(factors, dict(adapter_tensors(trainer.model))) == factors.keys()
+
+    # The factors alone, in float32: bfloat16 would lose small updates.
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     assert len(trained) == len(factors)
-    assert {parameter.dtype for parameter in trained} == {torch.float32}
+    for parameter in trained:
+        assert parameter.dtype == torch.float32
 
 
 @torch.no_grad()
@@ -53,14 +56,17 @@ def test_peft_loads_the_saved_adapter_beside_its_base(gptq_model, tmp_path):
     tokens = torch.tensor([[3, 4, 5, 6, 7]])
     expected = trainer.model.eval()(tokens).logits
 
-    plain = CompressedTensorsConfig(run_compressed=False)  # peft wants a weight in each layer
+    # peft wants a weight in each layer.
+    plain = CompressedTensorsConfig(run_compressed=False)
     base = AutoModelForCausalLM.from_pretrained(gptq_model, quantization_config=plain, dtype=torch.bfloat16)
     loaded = PeftModel.from_pretrained(base, tmp_path / "final")
 
     assert loaded.peft_config["default"].base_model_name_or_path == gptq_model
-    bound = 0.02 * expected.abs().max()  # roundings of bfloat16 in other places
+    # Roundings of bfloat16 in other places.
+    bound = 0.02 * expected.abs().max()
     assert (loaded(tokens).logits - expected).abs().max() < bound
-    with loaded.disable_adapter():  # control
+    # Control: the adapter is larger than they are.
+    with loaded.disable_adapter():
         assert (loaded(tokens).logits - expected).abs().max() > bound
 
     # The card says so: it leaves the base compressed.
@@ -76,7 +82,8 @@ def test_an_adapter_beside_a_checkpoint_is_saved_without_weights_of_its_base(gpt
 
     trainer.create_model_card()
     card = (tmp_path / "run" / "README.md").read_text()
-    assert engine_rank(4) == 8  # what vLLM takes for the adapter's r=4
+    # What vLLM takes for the adapter's r=4.
+    assert engine_rank(4) == 8
     assert f"vllm serve path/to/{Path(gptq_model).name} --enable-lora --max-lora-rank 8 " in card
 
     trainer.save_model()
@@ -105,7 +112,8 @@ def test_what_a_run_quantized_is_written_once_as_the_base_of_its_adapters(dense_
     trainer.train()
     base = run / "base"
     assert not changed(dict(iter_low_bit_weights(trainer.model)), stored_tensors(base))
-    written = (base / "model.safetensors").stat().st_mtime_ns  # by the first checkpoint
+    # By the first checkpoint.
+    written = (base / "model.safetensors").stat().st_mtime_ns
 
     trainer.save_model()
 
@@ -140,6 +148,7 @@ def test_a_resumed_run_keeps_an_equal_base_and_writes_a_damaged_one_again(dense_
     make(dense_model, tmp_path, adapter(), **saving, max_steps=2).train(resume_from_checkpoint=True)
     assert base.stat().st_mtime_ns == written
 
+    # One bit of the last weight: sizes and names are as they were.
     base.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     make(dense_model, tmp_path, adapter(), **saving, max_steps=3).train(resume_from_checkpoint=True)
     assert base.read_bytes() == content
@@ -189,24 +198,30 @@ def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_
     base_as_it_was = exported_nats(0.0, "W4A16")
     rounded_adapter = exported_nats(0.05, "W4A16")
 
+    # An adapter of zeros leaves the rounding of its base, and that in 8 bits is finer.
     assert base_in_8_bits < base_as_it_was < rounded_adapter
     merged = get_peft_model(load_master_weights(gptq_model, dtype="bfloat16"), adapter())
+    # Not strict: the base is there already, in other tensors than the trainer's.
     factors = {name: tensor for name, tensor in trainer.model.state_dict().items() if "lora" in name}
-    merged.load_state_dict(factors, strict=False)
+    missing = merged.load_state_dict(factors, strict=False)
+    assert not missing.unexpected_keys
     expected = dict(iter_low_bit_weights(apply_quantization(merged, "W4A16")))
     assert not changed(expected, stored_tensors(low))
 
 
 @pytest.mark.parametrize(
     ("options", "bits", "keeps_ignored"),
-    [([], 8, True), (["--scheme", "W4A16"], 4, False)],  # the second is a control
+    # The second is a control: an option overrides the base, also what it ignores.
+    [([], 8, True), (["--scheme", "W4A16"], 4, False)],
 )
 def test_an_export_takes_the_scheme_of_the_frozen_base(odd_adapter, tmp_path, capsys, options, bits, keeps_ignored):
     export([str(odd_adapter), str(tmp_path / "low"), *options])
 
     config = json.loads((tmp_path / "low" / "config.json").read_text())["quantization_config"]
-    assert {group["weights"]["num_bits"] for group in config["config_groups"].values()} == {bits}
-    assert any("down_proj" in name for name in config["ignore"]) == keeps_ignored
+    for group in config["config_groups"].values():
+        assert group["weights"]["num_bits"] == bits
+    assert config["config_groups"]
+    assert ("down_proj" in " ".join(config["ignore"])) == keeps_ignored
     said = capsys.readouterr().out
     assert "nats per token from base and adapter" in said
     served = f"vllm serve {odd_adapter}/base --enable-lora --max-lora-rank 8 --lora-modules policy={odd_adapter}"

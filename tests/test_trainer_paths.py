@@ -11,6 +11,7 @@ from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.train import train as train_by_command
 
 
+# Two checkpoints, of which one stays: rotation deletes in the folder that it finds.
 SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "save_total_limit": 1}
 
 
@@ -46,12 +47,15 @@ def make_trainer(reward, model, peft_config=None, **changes):
 def test_a_reward_that_changes_the_folder_moves_no_output(here, moving_reward):
     reward, there = moving_reward
 
+    # All paths are relative. As the command does it, which writes a card and a manifest, too.
     train_by_command(make_trainer(reward, "model"), "data.jsonl")
 
-    assert os.getcwd() == str(there)  # control
+    # Control: the reward was called.
+    assert os.getcwd() == str(there)
     assert not list(there.iterdir())
     assert (here / "run" / "checkpoint-2" / "manifest.json").is_file()
-    assert not (here / "run" / "checkpoint-1").exists()  # rotation finds it
+    # Rotation found it.
+    assert not (here / "run" / "checkpoint-1").exists()
     assert (here / "run" / "model.safetensors").is_file()
 
 
@@ -79,6 +83,7 @@ def test_a_resume_reads_its_checkpoint_where_it_was(here, moving_reward):
 def test_a_name_of_the_hub_stays_a_name(here, tmp_path):
     from qarl_trl.trainers.low_bit import _anchor_folders, _anchor_model
 
+    # "some/model" may be a folder of another machine or a name. What is not here is left as it is.
     args = QaRLConfig(**without_engine("run", sync_folder="sync"))
     assert _anchor_model("some/model") == "some/model"
     assert _anchor_model("model") == str(here / "model")

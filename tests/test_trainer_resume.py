@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from safetensors.torch import load_file, save_file
-from slow.toys import distinct_characters, forge, prompts, stored_tensors
-from toy_runs import adapter, changed, logged, make, master_weights, without_engine
+from slow.toys import distinct_characters, forge, logged, prompts, stored_tensors
+from toy_runs import adapter, changed, make, master_weights, without_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -66,7 +67,8 @@ def test_a_quantized_start_with_free_scales_resumes_bit_for_bit(gptq_model, tmp_
 
     resumed = resume(checkpoint, gptq_model, tmp_path / "b", quant_scheme="checkpoint")
 
-    assert {parameter.dtype for parameter in straight.model.parameters()} == {torch.float32}
+    for parameter in straight.model.parameters():
+        assert parameter.dtype == torch.float32
     assert not changed(master_weights(straight), master_weights(resumed))
     assert stored_tensors(checkpoint / "low_bit").keys() == stored_tensors(gptq_model).keys()
 
@@ -84,13 +86,16 @@ def test_lora_trains_the_adapter_and_resumes_bit_for_bit(dense_model, tmp_path):
     low_bit = dict(iter_low_bit_weights(straight.model))
     assert not changed(low_bit, dict(iter_low_bit_weights(resumed.model)))
 
+    # Two factors in each of two layers.
     moved = changed(start, trained)
     assert len(moved) == 4
-    assert all("lora_" in name for name in moved)
+    for name in moved:
+        assert "lora_" in name
 
     # Control: what the checkpoint holds is not yet what four steps give.
-    halfway = dict(AutoPeftModelForCausalLM.from_pretrained(checkpoint).named_parameters())
-    assert not all(torch.equal(halfway[name], trained[name]) for name in moved)
+    halfway = AutoPeftModelForCausalLM.from_pretrained(checkpoint)
+    assert changed(trained, dict(halfway.named_parameters())) <= moved
+    assert changed(trained, dict(halfway.named_parameters()))
 
 
 def test_a_frozen_base_resumes_bit_for_bit(gptq_model, tmp_path):
@@ -149,8 +154,10 @@ def halfway(dense_model, tmp_path_factory):
 
 def went(weights: dict[str, torch.Tensor], checkpoint: Path) -> float:
     """The largest distance of a weight from that of a checkpoint."""
-    stored = load_file(checkpoint / "model.safetensors")
-    return max((weights[name] - tensor).abs().max().item() for name, tensor in stored.items())
+    distances = []
+    for name, tensor in stored_tensors(checkpoint).items():
+        distances.append((weights[name] - tensor).abs().max().item())
+    return max(distances)
 
 
 def test_a_lower_learning_rate_counts_from_the_next_update_on(dense_model, halfway, tmp_path, caplog):
@@ -161,10 +168,12 @@ def test_a_lower_learning_rate_counts_from_the_next_update_on(dense_model, halfw
     assert logged(resumed, "learning_rate")[-2:] == [1e-7, 1e-7]
     # AdamW goes about one rate in each of two updates.
     assert went(master_weights(resumed), halfway) < 5e-7
-    assert went(master_weights(same_rate), halfway) > 5e-4  # control
-    log = [record.getMessage() for record in caplog.records if "resumes from" in record.getMessage()]
-    assert log[0].endswith("these settings count from the next update on: learning_rate 0.001 -> 1e-07.")
-    assert f"resumes from {halfway}, with the settings of its run" in log[1]
+    # Control: at the rate of the checkpoint.
+    assert went(master_weights(same_rate), halfway) > 5e-4
+
+    lower, same = re.findall(r"resumes from .*", caplog.text)
+    assert lower.endswith("these settings count from the next update on: learning_rate 0.001 -> 1e-07.")
+    assert same.startswith(f"resumes from {halfway}, with the settings of its run")
 
 
 def test_schedule_decay_betas_and_the_end_are_those_of_the_new_run(dense_model, halfway, tmp_path):
@@ -173,8 +182,8 @@ def test_schedule_decay_betas_and_the_end_are_those_of_the_new_run(dense_model, 
 
     trainer.train(resume_from_checkpoint=str(halfway))
 
-    # A line from 1e-3 at the start to 0 after six updates.
-    assert logged(trainer, "learning_rate")[2:] == pytest.approx([1e-3 * (6 - step) / 6 for step in (2, 3, 4, 5)])
+    # A line from 1e-3 at the start to 0 after six updates, of which two were before the checkpoint.
+    assert logged(trainer, "learning_rate")[2:] == pytest.approx([4e-3 / 6, 3e-3 / 6, 2e-3 / 6, 1e-3 / 6])
     groups = trainer.optimizer.param_groups
     assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
     for group in groups:
@@ -184,11 +193,13 @@ def test_schedule_decay_betas_and_the_end_are_those_of_the_new_run(dense_model, 
 def test_steps_of_logs_and_checkpoints_are_those_of_the_new_run(dense_model, halfway, tmp_path):
     resume(halfway, dense_model, tmp_path, save_strategy="steps", save_steps=1)
 
+    # The first run saved every second step, and the Trainer keeps such numbers in its state.
     assert {folder.name for folder in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
 
 
 def test_a_schedule_that_cannot_be_computed_anew_takes_no_new_rate(dense_model, tmp_path):
     def run(folder: str, rate: float, **changes) -> QaRLTrainer:
+        # Optimizer and schedule of the user, of which the package knows no formula.
         args = QaRLConfig(**without_engine(tmp_path / folder, **STEPWISE, **changes))
         model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
@@ -200,7 +211,8 @@ def test_a_schedule_that_cannot_be_computed_anew_takes_no_new_rate(dense_model, 
 
     with pytest.raises(ValueError, match=r"initial_lr was 0\.001 in the checkpoint, and is 0\.1"):
         run("b", 0.1).train(resume_from_checkpoint=checkpoint)
-    resumed = run("c", 1e-3)  # control
+    # Control: with the rate that it had it goes on where it was.
+    resumed = run("c", 1e-3)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert logged(resumed, "learning_rate")[-1] == 1e-3 / 8
 
@@ -208,14 +220,21 @@ def test_a_schedule_that_cannot_be_computed_anew_takes_no_new_rate(dense_model, 
 def test_a_new_number_of_micro_batches_trains_on_whole_rollout_batches(dense_model, tmp_path):
     """Two micro-batches of a rollout batch of six stay untrained if the count goes on at four."""
     settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
-    settings["max_tokens_per_pass"] = None  # else micro-batches share a pass, at the place of their last one
+    # Else micro-batches share a pass, at the place of their last one.
+    settings["max_tokens_per_pass"] = None
     make(dense_model, tmp_path / "a", **settings, max_steps=2, save_strategy="steps", save_steps=2).train()
 
     settings |= {"steps_per_generation": 6, "max_steps": 5, "num_generations": 4}
     resumed = make(dense_model, tmp_path / "b", **settings)
     taken = []
     compute_loss = resumed._compute_loss
-    resumed._compute_loss = lambda *args: taken.append(resumed._step % 6) or compute_loss(*args)
+
+    def spy(*args):
+        taken.append(resumed._step % 6)
+        return compute_loss(*args)
+
+    resumed._compute_loss = spy
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
 
+    # TRL counts a step before or after its loss. Either way each of six places comes once.
     assert taken in ([1, 2, 3, 4, 5, 0], [0, 1, 2, 3, 4, 5])

@@ -1,7 +1,6 @@
 """What `make dist` builds: its files, its size, and that the wheel works where nothing else of the project is."""
 
 import email
-import json
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import save_chat_model
+from lines import write_rows
 
 import qarl_trl
 
@@ -27,10 +27,12 @@ SOURCE_KIB = 400
 def run(folder, *command):
     """The output of a command in `folder`, in the environment of the tests but without this tree."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    words = [str(word) for word in command]
+    environment = os.environ | {"PATH": programs}
+    # With it the tests would import this tree, and find what the wheel lacks.
+    environment.pop("PYTHONPATH", None)
+    words = list(map(str, command))
 
-    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment | {"PATH": programs})
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment)
 
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -41,6 +43,7 @@ def dist(tmp_path_factory):
     """The folder with wheel and source archive, built of a copy of this tree by what CI has, without the index."""
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
+    # With tests and docs, which must not get into an archive.
     for name in ("qarl_trl", "tests", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
@@ -72,13 +75,24 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert wheel.name == f"qarl_trl-{qarl_trl.__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < WHEEL_KIB * 1024
 
+    packaged = set()
+    described = set()
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    packaged = {name for name in names if ".dist-info/" not in name}
-    here = {str(path.relative_to(ROOT)) for path in (ROOT / "qarl_trl").rglob("*") if path.is_file()}
-    assert packaged == {name for name in here if "__pycache__" not in name}
-    assert {"qarl_trl/py.typed", "qarl_trl/export/card.md", "qarl_trl/tools/report/page.py"} <= packaged  # control
-    assert any(name.endswith("/licenses/LICENSE") for name in names)
+        for name in archive.namelist():
+            folder, _, rest = name.partition(".dist-info/")
+            if rest:
+                described.add(rest)
+            else:
+                packaged.add(folder)
+
+    here = set()
+    for path in (ROOT / "qarl_trl").rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            here.add(str(path.relative_to(ROOT)))
+    assert packaged == here
+    # Control: setuptools leaves files that are no Python out, unless they are named.
+    assert {"qarl_trl/py.typed", "qarl_trl/export/card.md", "qarl_trl/tools/report/page.py"} <= packaged
+    assert "licenses/LICENSE" in described
 
 
 def test_the_page_of_the_index_has_links_that_work_there(metadata):
@@ -89,6 +103,7 @@ def test_the_page_of_the_index_has_links_that_work_there(metadata):
     assert metadata["Description-Content-Type"] == "text/markdown"
     page = metadata.get_payload(decode=True).decode()
     targets = re.findall(r"\]\(([^)]+)\)", page)
+    # Control: links were found.
     assert len(targets) > 15
     for target in targets:
         assert target.startswith(("https://", "#"))
@@ -105,9 +120,11 @@ def test_the_source_archive_builds_the_wheel_and_brings_no_tests(dist):
     assert source.stat().st_size < SOURCE_KIB * 1024
 
     with tarfile.open(source) as archive:
-        names = [name.partition("/")[2] for name in archive.getnames()]
-    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "qarl_trl/trainer.py"} <= set(names)
-    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
+        # Below the archive's one folder.
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "qarl_trl/trainer.py"} <= names
+    for name in names:
+        assert not name.startswith(("tests", "docs", "benchmarks"))
 
 
 # Installed ----------------------------------------------------------------------------------------------------------
@@ -129,6 +146,7 @@ def clean(dist, wheel):
 def test_the_installed_wheel_has_its_commands(clean, dist):
     place = run(dist, clean, "-c", "import qarl_trl; print(qarl_trl.__file__)")
 
+    # Not this tree: the test would say nothing about the wheel.
     assert Path(place.strip()).is_relative_to(dist / "clean"), place
     assert "W4A16" in run(dist, clean.with_name("qarl-trl"), "schemes")
 
@@ -138,10 +156,11 @@ def readme_python() -> str:
     fences = re.findall(r"```(python|diff)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     lines = []
     for kind, text in fences:
-        if kind == "python":
-            lines += text.splitlines()
-        else:
-            lines += [line[1:] for line in text.splitlines() if not line.startswith("-")]
+        for line in text.splitlines():
+            if kind == "python":
+                lines.append(line)
+            elif not line.startswith("-"):
+                lines.append(line[1:])
     return "\n".join(lines)
 
 
@@ -164,12 +183,13 @@ def test_the_readmes_lines_run_from_the_wheel(clean, dist):
     rows = []
     for number in range(10, 74):
         question = [{"role": "user", "content": f"{number}+{number}="}]
-        rows.append(json.dumps({"prompt": question, "solution": str(2 * number)}))
+        rows.append({"prompt": question, "solution": str(2 * number)})
     (place / dataset).mkdir(parents=True)
-    (place / dataset / "train.jsonl").write_text("\n".join(rows))
+    write_rows(place / dataset / "train.jsonl", rows)
     (place / "lines.py").write_text(SMALL + lines)
 
     run(place, clean, "lines.py")
 
+    # What the lines end in: a low-bit model in the folder that they name.
     config = next(place.glob("*/config.json")).read_text()
     assert '"quant_method": "compressed-tensors"' in config

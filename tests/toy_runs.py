@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
+from configs import field_names
 from peft import LoraConfig
 from quant.schemes import same_bytes
 from slow.toys import distinct_characters, prompts, settings
@@ -15,7 +15,8 @@ from trl import GRPOConfig, GRPOTrainer
 from qarl_trl import QaRLConfig, QaRLTrainer
 
 
-# Settings with which `QaRLTrainer` is TRL's trainer.
+# Settings with which `QaRLTrainer` is TRL's trainer. Packed passes are ours too: TRL pads, and so adds numbers up in
+# another order.
 OFF = {"quant_scheme": None, "max_tokens_per_pass": None}
 
 
@@ -27,9 +28,11 @@ def without_engine(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def stock_config(folder: Path, **changes: Any) -> GRPOConfig:
     """TRL's config of the same run."""
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
     values = without_engine(folder, **changes)
-    return GRPOConfig(**{name: value for name, value in values.items() if name in known})
+    # Those that this package adds.
+    for name in values.keys() - field_names(GRPOConfig):
+        del values[name]
+    return GRPOConfig(**values)
 
 
 def make(model: Any, folder: Path, peft_config: LoraConfig | None = None, **changes: Any) -> QaRLTrainer:
@@ -40,23 +43,25 @@ def make(model: Any, folder: Path, peft_config: LoraConfig | None = None, **chan
 
 def adapter() -> LoraConfig:
     """LoRA on two of the seven layers of a block."""
+    # Few, so that tests see what happens to quantized layers without an adapter, too.
     return LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
-def master_weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+def copies_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters, by name."""
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def master_weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    """Copies of all parameters of the model that is trained, by name."""
+    return copies_of(trainer.model)
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
     """The names of the tensors that are not the same bytes; both dicts must have the same names."""
+    # A name that is lost would otherwise count as unchanged.
     assert before.keys() == after.keys()
     return {name for name, tensor in after.items() if not same_bytes(tensor, before[name])}
-
-
-def logged(trainer: GRPOTrainer, name: str) -> list[float]:
-    """The values of a metric, as they were logged."""
-    return [row[name] for row in trainer.state.log_history if name in row]
 
 
 def train(trainer: GRPOTrainer) -> list[float]:

@@ -47,6 +47,7 @@ class Row:
     note: str = ""
 
 
+# A row is a claim that users rely on. Whoever adds one names a test that fails if it is not so.
 SECTIONS: dict[str, list[Row]] = {
     "Trainers": [
         Row("GRPO with TBPO (`QaRLTrainer`)", WORKS, "test_what_trains_is_tbpo"),
@@ -326,20 +327,31 @@ def files_with(test: str) -> list[Path]:
         test: As in a [`Row`].
     """
     file, _, name = test.rpartition("::")
+    # As a whole: the name of one test may begin with that of another.
     definition = re.compile(rf"^def {name}\(", re.MULTILINE)
-    paths = sorted((ROOT / "tests").rglob(file or "test_*.py"))
-    return [path for path in paths if definition.search(path.read_text())]
+
+    found = []
+    for path in sorted((ROOT / "tests").rglob(file or "test_*.py")):
+        if definition.search(path.read_text()):
+            found.append(path)
+    return found
 
 
 def page() -> str:
     """The page, in Markdown."""
     lines = [HEAD]
+
     for title, rows in SECTIONS.items():
         lines.append(f"## {title}\n")
+        # What works comes first, whatever the order of the rows.
         for state in (WORKS, REFUSED, NOT_TRIED):
-            items = [_item(row) for row in rows if row.state == state]
+            items = []
+            for row in rows:
+                if row.state == state:
+                    items.append(_item(row))
             if items:
                 lines += [f"**{state.capitalize()}**\n", *items, ""]
+
     return "\n".join(lines)
 
 
@@ -347,6 +359,7 @@ def _item(row: Row) -> str:
     """A row as an item of a list, with a link to the file of its test."""
     what = row.what
     if row.test:
+        # To the file, without a line: lines move with each change.
         path = files_with(row.test)[0].relative_to(ROOT)
         what = f"[{row.what}](../{path})"
     return f"- {what}: {row.note}" if row.note else f"- {what}"

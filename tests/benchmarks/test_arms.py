@@ -17,6 +17,8 @@ from sums import make_model
 from qarl_trl import QaRLConfig
 from qarl_trl.quant import apply_quantization
 
+from .pages import assert_tables_are_made
+
 
 # The task -----------------------------------------------------------------------------------------------------------
 
@@ -25,9 +27,17 @@ def test_training_and_held_out_problems_are_not_the_same():
     training = list(islice(arms_task.problems(0, 0.5, held_out=False), 500))
     held_out = list(islice(arms_task.problems(0, 0.5, held_out=True), 500))
 
-    assert not {row["prompt"] for row in training} & {row["prompt"] for row in held_out}
-    wrong = [row for row in training if not row["demonstration"].endswith(row["answer"])]
-    assert len(wrong) > 100  # half of the carries are forgotten
+    assert not prompts_of(training) & prompts_of(held_out)
+
+    # Control of the task: demonstrations that forget half of their carries are often wrong, so there is much to learn.
+    wrong = 0
+    for row in training:
+        wrong += not row["demonstration"].endswith(row["answer"])
+    assert wrong > 100
+
+
+def prompts_of(rows):
+    return {row["prompt"] for row in rows}
 
 
 def test_outlier_channels_leave_the_model_as_it_is_and_hurt_its_quantization():
@@ -40,6 +50,7 @@ def test_outlier_channels_leave_the_model_as_it_is_and_hurt_its_quantization():
     def logits(model):
         return model(input_ids=ids).logits.float()
 
+    # Bit for bit, because the factor is a power of two.
     expected = logits(plain)
     assert torch.equal(logits(with_outliers), expected)
 
@@ -49,7 +60,8 @@ def test_outlier_channels_leave_the_model_as_it_is_and_hurt_its_quantization():
 
     plain_error = error_in_low_bits(plain)
     assert plain_error > 0
-    assert error_in_low_bits(with_outliers) > 2 * plain_error  # three seeds: 2.8 to 3.4 times
+    # Three seeds: 2.8 to 3.4 times.
+    assert error_in_low_bits(with_outliers) > 2 * plain_error
 
 
 def test_kpop_keeps_tokens_whose_binary_divergence_is_small_both_ways():
@@ -75,7 +87,8 @@ def test_kpop_keeps_tokens_whose_binary_divergence_is_small_both_ways():
 @pytest.mark.parametrize("regime", arms.REGIMES)
 def test_the_settings_of_every_cell_are_accepted(tmp_path, regime, arm):
     settings, chosen = arms.settings_of(regime, arm)
-    chosen.pop("kpop", None)  # not a field: the script's own trainer reads it
+    # Not a field: the script's own trainer reads it.
+    chosen.pop("kpop", None)
     if chosen.get("quant_scheme") != "none":
         chosen = settings["quantization"] | chosen
 
@@ -84,6 +97,7 @@ def test_the_settings_of_every_cell_are_accepted(tmp_path, regime, arm):
     assert args.quantized == (not arm.startswith("bf16"))
     assert args.quantize_learner == (not arm.startswith("rollout-only"))
     if "GSPO" in arm:
+        # The paper's Table 2: GSPO's bounds are `delta_low` and `epsilon_high` of TBPO.
         assert args.epsilon == 3 * settings["band"]
         assert args.epsilon_high == 4 * settings["band"]
 
@@ -115,7 +129,9 @@ def test_arms_share_everything_but_the_method():
 def test_each_cell_has_a_file_of_its_own():
     cells = arms.cells(Namespace(regime=list(arms.REGIMES), arms=None, seeds=None))
 
-    assert len({arms.file_of(*cell) for cell in cells}) == len(cells) > 100
+    # Two cells of one file would overwrite each other, and a seed would be missing from the means.
+    files = {arms.file_of(*cell) for cell in cells}
+    assert len(files) == len(cells) > 100
 
 
 def test_a_kept_start_is_copied(tmp_path):
@@ -143,7 +159,8 @@ def test_a_cell_with_another_start_is_refused(tmp_path, monkeypatch):
     arms.check_start(first, arms.start_of(arms.HARD))
     with pytest.raises(SystemExit, match="must have one start"):
         arms.check_start(other, arms.start_of(arms.HARD))
-    arms.check_start(other, arms.start_of(arms.HARD | {"start": 1}))  # cells of another start
+    # Control: cells of another start may have other weights.
+    arms.check_start(other, arms.start_of(arms.HARD | {"start": 1}))
 
 
 # Tables -------------------------------------------------------------------------------------------------------------
@@ -158,16 +175,7 @@ def test_a_run_collapses_when_it_ends_below_half_of_its_best(reward, expected):
 
 
 def test_every_table_of_the_pages_is_what_the_script_makes(tmp_path):
-    made = arms_table.tables()
-
-    for page in arms_table.PAGES:
-        copy_of_page = tmp_path / page.name
-        copy_of_page.write_text(page.read_text())
-        arms_table.put_tables(copy_of_page, made)
-        assert copy_of_page.read_text() == page.read_text()
-
-    text = "".join(page.read_text() for page in arms_table.PAGES)
-    assert [mark for mark in made if mark not in text] == []
+    assert_tables_are_made(arms_table, tmp_path)
 
 
 def test_a_table_names_the_arms_that_were_not_run(monkeypatch, tmp_path):

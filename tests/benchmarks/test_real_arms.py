@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_recipe_of_the_example_is_the_arm_qarl_tbpo():
     recipe = yaml.safe_load((ROOT / "examples" / "smollm2" / "qarl.yaml").read_text())
+    # In groups of 64: SmolLM2's 576 inputs are no multiple of 128.
     arm = real_arms.G64
     rows = arm["prompts"] * arm["answers"]
 
@@ -22,7 +23,8 @@ def test_the_recipe_of_the_example_is_the_arm_qarl_tbpo():
     assert recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] == rows // arm["updates"]
     for name in ("learning_rate", "max_completion_length"):
         assert recipe[name] == arm[name]
+    # The paper's bounds 4e-4, 3e-4 and 7e-4, times one factor.
     assert recipe["tbpo_epsilon_high"] == pytest.approx(4 * arm["band"])
     assert recipe["tbpo_delta_low"] == pytest.approx(3 * arm["band"])
     assert recipe["tbpo_delta_high"] == pytest.approx(7 * arm["band"])
-    assert {name: recipe[name] for name in arm["quantization"]} == arm["quantization"]
+    assert recipe.items() >= arm["quantization"].items()

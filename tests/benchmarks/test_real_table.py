@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -12,8 +13,9 @@ import pytest
 import real_arms
 import real_table
 
+from .pages import ROOT, assert_tables_are_made
 
-ROOT = Path(__file__).parents[2]
+
 MODELS = ("low_bit", "masters")
 
 
@@ -26,7 +28,7 @@ def write_cell(arm: str, seed: int, right_of_four: int, start: str = "a") -> Non
     """The file of a cell that answered three problems four times each, so many right of each."""
     path = real_arms.file_of("g64", arm, seed)
     path.parent.mkdir(exist_ok=True)
-    scores = {name: [right_of_four] * 3 for name in MODELS}
+    scores = dict.fromkeys(MODELS, [right_of_four] * 3)
     path.write_text(json.dumps({"arm": arm, "seed": seed, "samples": 4, "scores": scores, "start_sha256": start}))
 
 
@@ -34,16 +36,7 @@ def write_cell(arm: str, seed: int, right_of_four: int, start: str = "a") -> Non
 
 
 def test_every_table_of_the_pages_is_what_the_script_makes(tmp_path):
-    made = real_table.tables()
-
-    for page in real_table.PAGES:
-        copy_of_page = tmp_path / page.name
-        copy_of_page.write_text(page.read_text())
-        real_table.put_tables(copy_of_page, made)
-        assert copy_of_page.read_text() == page.read_text()
-
-    text = "".join(page.read_text() for page in real_table.PAGES)
-    assert [mark for mark in made if mark not in text] == []
+    assert_tables_are_made(real_table, tmp_path)
 
 
 def test_a_table_that_is_not_of_the_cells_is_replaced(tmp_path):
@@ -66,13 +59,15 @@ def test_figures_in_sentences_are_those_of_the_cells():
     results = (ROOT / "docs" / "results.md").read_text()
     learners = (ROOT / "docs" / "which_learner.md").read_text()
 
+    # By whether answers are greedy.
     gains = {True: [], False: []}
     for arm in ("rollout-only GRPO", "rollout-only GRPO, TRL default", "QaRL GRPO"):
         for model in ("masters", "low_bit", "gptq"):
             for greedy, gained in gains.items():
                 before = score_of("before training", 2, model, greedy)
                 gained.append(score_of(arm, 3, model, greedy) - before)
-    sampled, greedily = statistics.fmean(gains[False]), statistics.fmean(gains[True])
+    sampled = statistics.fmean(gains[False])
+    greedily = statistics.fmean(gains[True])
     assert f"gained {sampled:.1f} points on sampled answers, and {greedily:.1f} on greedy ones" in results
 
     between_seeds = score_of("QaRL GRPO", 2, "masters") - score_of("QaRL GRPO", 3, "masters")
@@ -103,6 +98,7 @@ def cells_without_a_commit(files: list[Path], commits: set[str]) -> list[str]:
     wrong = []
     for file in files:
         named = json.loads(file.read_text())["machine"]["commit"]
+        # A cell names the first digits.
         if not any(commit.startswith(named) for commit in commits):
             wrong.append(file.name)
     return wrong
@@ -129,23 +125,26 @@ def test_every_cell_names_a_commit_of_this_repository(tmp_path):
 
 
 def test_the_error_of_an_accuracy_holds_the_choice_of_problems_and_of_seeds():
-    cells = [cell([4, 0, 2]), cell([2, 0, 0])]
+    first = real_table.shares(cell([4, 0, 2]), "low_bit")
+    second = real_table.shares(cell([2, 0, 0]), "low_bit")
 
-    mean, error = real_table.mean_and_error([real_table.shares(cell, "low_bit") for cell in cells])
+    mean, error = real_table.mean_and_error([first, second])
 
     # In percent, by problem and by seed.
     problems = [75.0, 0.0, 25.0]
     seeds = [50.0, 50 / 3]
-    assert mean == pytest.approx(sum(seeds) / 2)
-    by_problem = sum((problem - mean) ** 2 for problem in problems) / 2 / 3
-    by_seed = sum((seed - mean) ** 2 for seed in seeds) / 1 / 2
+    assert mean == pytest.approx(statistics.fmean(seeds))
+    # The variances of a mean of three problems and of one of two seeds add up.
+    by_problem = statistics.variance(problems) / 3
+    by_seed = statistics.variance(seeds) / 2
     assert error == pytest.approx((by_problem + by_seed) ** 0.5)
 
 
 def test_the_error_of_a_single_seed_holds_the_choice_of_problems():
     _, error = real_table.mean_and_error([real_table.shares(cell([4, 0, 2]), "low_bit")])
 
-    assert error == pytest.approx((2500 / 3) ** 0.5)  # of 100, 0 and 50 percent
+    # Of 100, 0 and 50 percent, whose variance is 2500.
+    assert error == pytest.approx((2500 / 3) ** 0.5)
     assert error == pytest.approx(real_table.error_of_problems([100.0, 0.0, 50.0]))
 
 
@@ -158,8 +157,9 @@ def test_a_difference_is_that_of_the_same_problems():
     assert real_table.error_of_problems(points) == pytest.approx(50 / 3)
 
     # Control: the error of two models that know nothing of each other is larger.
-    apart = [real_table.error_of_problems(real_table.shares(one, "low_bit")) for one in (first, second)]
-    assert sum(error**2 for error in apart) ** 0.5 > 50 / 3
+    of_first = real_table.error_of_problems(real_table.shares(first, "low_bit"))
+    of_second = real_table.error_of_problems(real_table.shares(second, "low_bit"))
+    assert math.hypot(of_first, of_second) > 50 / 3
 
 
 def test_cells_of_two_starts_are_not_compared():
@@ -176,6 +176,7 @@ def test_two_seeds_are_printed_and_three_have_a_mean(tmp_path, monkeypatch):
     def row(seeds: str, points: str) -> str:
         return f"| the learner's weights | rollout-only GRPO | QaRL GRPO | {seeds} | {points} | {points} |"
 
+    # Two numbers have a mean, but hardly an error of it.
     two = "+0.0 ± 0.0, +75.0 ± 0.0 | -"
     assert row("0, 1", two) in real_table.differences_table("g64").splitlines()
 
@@ -192,13 +193,15 @@ def test_a_pair_needs_both_models_of_equal_loss_and_seed(tmp_path, monkeypatch):
     write_cell("QaRL GRPO", 1, right_of_four=4)
     write_cell("rollout-only TBPO", 1, right_of_four=1)
 
+    # Of the four cells only the first two have one loss and one seed.
     (pair,) = real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))
     assert (pair.regime, pair.loss, pair.seed, pair.mean) == ("g64", "GRPO", 0, 25.0)
     assert real_table.pairs_of_choice(("rollout-only", "gptq"), ("QaRL", "gptq")) == []
 
 
 def test_the_table_says_which_arms_did_not_run():
-    every_arm_ran = all(real_table.cells_of("g64", arm) for arm in real_arms.ARMS)
+    without_cells = [arm for arm in real_arms.ARMS if not real_table.cells_of("g64", arm)]
 
-    assert ("Not run: " in real_table.cells_table("g64")) == (not every_arm_ran)
+    assert ("Not run: " in real_table.cells_table("g64")) == bool(without_cells)
+    # Control: of that regime not all arms were run.
     assert "Not run: " in real_table.cells_table("fp8")

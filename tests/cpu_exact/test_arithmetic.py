@@ -20,6 +20,7 @@ CHOSEN_VARIABLES = ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLL
 @pytest.fixture
 def a_cpu(monkeypatch):
     """Let this process run on a CPU with or without AMX; all that a choice changes is put back afterwards."""
+    # conftest.py has chosen already.
     stock = getattr(torch._scaled_mm, "__wrapped__", torch._scaled_mm)
     monkeypatch.setattr(torch, "_scaled_mm", stock)
     for name in CHOSEN_VARIABLES:
@@ -45,7 +46,8 @@ def test_the_choice_holds_for_what_vllm_and_torch_ask(a_cpu):
 
     assert not torch.cpu._is_amx_tile_supported()
     assert torch._scaled_mm.__wrapped__ is stock
-    assert all(os.environ[name] == "0" for name in CHOSEN_VARIABLES)
+    for name in CHOSEN_VARIABLES:
+        assert os.environ[name] == "0", name
 
 
 def test_a_second_choice_changes_nothing_that_the_user_set(a_cpu, monkeypatch):
@@ -64,6 +66,7 @@ def test_a_second_choice_changes_nothing_that_the_user_set(a_cpu, monkeypatch):
 
 
 def by_the_trainer(tmp_path, monkeypatch):
+    # Before it loads a model: that would compute something.
     args = QaRLConfig(str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(OSError, match="find them in the cached files"):
         QaRLTrainer("no/such-model", args=args)
@@ -82,6 +85,7 @@ def by_a_fresh_engine(tmp_path, monkeypatch):
         answers.append(torch.cpu._is_amx_tile_supported())
 
     monkeypatch.setattr(vllm, "LLM", ask)
+    # Asked where vLLM would choose its kernels.
     start_engine(str(tmp_path))
     assert answers == [False]
 
@@ -125,6 +129,7 @@ def test_a_float8_gemm_has_the_same_values_without_onednn(a_cpu, monkeypatch):
     choose_arithmetic()
 
     assert same_bytes(float8_gemm(), expected)
+    # A product that fails must not leave oneDNN off: all other ones are oneDNN's.
     with pytest.raises(RuntimeError):
         float8_gemm(width=32)
     # The first is the control: stock torch takes oneDNN.
@@ -138,6 +143,7 @@ def test_a_compiler_traces_the_float8_gemm_whole(a_cpu):
 
     choose_arithmetic()
 
+    # `fullgraph`: a graph break is an error.
     compiled = torch.compile(float8_gemm, backend="eager", fullgraph=True)
     assert same_bytes(compiled(), expected)
 
@@ -154,20 +160,24 @@ def choices_of_vllm():
     return {
         "4-bit": _get_isa_hint(torch.bfloat16),
         "attention": _get_attn_isa(torch.bfloat16, 128, 64),
-        "sgl": [check_cpu_sgl_kernel(64, 64, dtype) for dtype in (torch.bfloat16, torch.int8)],
+        "sgl, bfloat16": check_cpu_sgl_kernel(64, 64, torch.bfloat16),
+        "sgl, int8": check_cpu_sgl_kernel(64, 64, torch.int8),
         "experts": X86CPUUnquantizedExperts._supports_current_device(),
     }
+
+
+WITHOUT_AMX = {"4-bit": "vec", "attention": "vec", "sgl, bfloat16": False, "sgl, int8": False, "experts": False}
+WITH_AMX = {"4-bit": "amx", "attention": "amx", "sgl, bfloat16": True, "sgl, int8": True, "experts": True}
 
 
 @pytest.mark.slow
 def test_with_amx_vllm_chooses_as_without(a_cpu):
     a_cpu(amx=False)
-    without = choices_of_vllm()
-    assert without == {"4-bit": "vec", "attention": "vec", "sgl": [False, False], "experts": False}
+    assert choices_of_vllm() == WITHOUT_AMX
     a_cpu(amx=True)
     # Control: the choices depend on AMX.
-    assert choices_of_vllm() == {"4-bit": "amx", "attention": "amx", "sgl": [True, True], "experts": True}
+    assert choices_of_vllm() == WITH_AMX
 
     choose_arithmetic()
 
-    assert choices_of_vllm() == without
+    assert choices_of_vllm() == WITHOUT_AMX

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.avx512
 
 @pytest.fixture(autouse=True)
 def fresh():
+    # A process checks each format once.
     kernels.check_cache.cache_clear()
     yield
     kernels.check_cache.cache_clear()
@@ -25,6 +26,7 @@ def test_the_engine_stores_what_the_learner_rounds_to(cache_dtype):
 
 
 def test_an_engine_that_rounds_to_the_nearest_number_is_refused(monkeypatch):
+    # As torch converts. The kernel for CPUs cuts off.
     def nearest(x, cache_dtype):
         return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
 
@@ -43,6 +45,7 @@ def heads(tokens, number, size, seed):
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
 def test_attention_reads_rounded_keys_and_values(cache_dtype, size):
     """Against the formula in float64."""
+    # Neither is a multiple of the cache's blocks.
     lengths = [40, 70]
     query = heads(110, 4, size, seed=1)
     key = heads(110, 2, size, seed=2)

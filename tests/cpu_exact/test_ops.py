@@ -74,6 +74,11 @@ def query_key_value():
     return heads(3, 4, 7, 32, seed=1), heads(3, 2, 7, 32, seed=2), heads(3, 2, 7, 32, seed=3)
 
 
+def leaves(tensors):
+    """Copies whose gradients can be asked for."""
+    return [tensor.clone().requires_grad_() for tensor in tensors]
+
+
 def token_ids():
     return torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
 
@@ -124,14 +129,18 @@ def test_names_classes_and_parameters_stay():
     use_engine_ops(model)
 
     assert has_engine_ops(model)
-    names = {name: type(module).__name__ for name, module in stock.named_modules()}
     # FSDP wraps by the names of classes, and by the class of the first layer.
-    assert {name: type(module).__name__ for name, module in model.named_modules()} == names
-    assert all(isinstance(layer, type(stock.model.layers[0])) for layer in model.model.layers)
-    assert len({type(layer) for layer in model.model.layers}) == 1
+    for (name, module), (stock_name, stock_module) in zip(model.named_modules(), stock.named_modules(), strict=True):
+        assert name == stock_name
+        assert type(module).__name__ == type(stock_module).__name__, name
+    first, second = model.model.layers
+    assert type(first) is type(second)
+    assert isinstance(first, type(stock.model.layers[0]))
+
+    # A checkpoint of one loads into the other.
     state = model.state_dict()
     assert list(state) == list(stock.state_dict())
-    assert all(torch.equal(state[name], value) for name, value in stock.state_dict().items())
+    torch.testing.assert_close(state, stock.state_dict(), rtol=0, atol=0)
 
 
 def test_a_second_call_adds_no_hook():
@@ -190,6 +199,7 @@ def test_cosine_and_sine_are_those_of_the_engines_table():
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
+    # Qwen3's own base and context.
     rope = {"rope_type": "default", "rope_theta": 1e6}
     length = 40_960
     with set_current_vllm_config(VllmConfig()):
@@ -213,6 +223,7 @@ def test_the_sum_of_residual_and_branch_is_normalized_before_it_is_rounded():
     expected, _ = engine_norm(branch, residual, norm.weight.data, norm.variance_epsilon)
     stock = norm(branch + residual)
 
+    # As `use_engine_ops` does it: the same module with other methods.
     norm.__class__ = ops._form_of(type(norm), EngineRMSNorm)
 
     assert same_bytes(norm(branch.float() + residual.float()), expected)
@@ -224,6 +235,7 @@ def real_tokens(mask):
     """The columns of the real tokens of each row, which lie side by side."""
     columns = []
     for row in mask:
+        # Of equal numbers `argmax` takes the first.
         first = int(row.argmax())
         columns.append(slice(first, first + int(row.sum())))
     return columns
@@ -238,7 +250,7 @@ def test_attention_is_the_engines_kernel_on_each_sequence_alone(mask):
 
     columns = real_tokens(torch.ones(3, 7) if mask is None else mask)
     for row, real in enumerate(columns):
-        sequence = [states[row : row + 1, :, real] for states in (query, key, value)]
+        sequence = (query[row : row + 1, :, real], key[row : row + 1, :, real], value[row : row + 1, :, real])
         alone, _ = engine_attention(None, *sequence, None, 0.2)
         assert same_bytes(output[row, real], alone[0])
         # Measured 4.0e-3: the result is cut off to 8 bits.
@@ -253,7 +265,7 @@ def packed(states, mask):
 
 
 def attention_and_gradients(states, mask, lengths, grad):
-    inputs = [tensor.clone().requires_grad_() for tensor in states]
+    inputs = leaves(states)
     output, _ = engine_attention(None, *inputs, mask, 0.2, sequence_lengths=lengths)
     return output, torch.autograd.grad(output, inputs, grad)
 
@@ -266,7 +278,9 @@ def test_attention_of_a_packed_row_is_that_of_padded_ones_with_its_gradients():
     grad = normal(3, 7, 4, 32, seed=4, dtype=torch.bfloat16) * mask[:, :, None, None]
     expected, expected_grads = attention_and_gradients(padded, mask, None, grad)
 
-    row = [packed(states, mask) for states in padded]
+    row = []
+    for states in padded:
+        row.append(packed(states, mask))
     row_grad = grad[real][None]
     lengths = tuple(mask.sum(1).tolist())
     output, grads = attention_and_gradients(row, None, lengths, row_grad)
@@ -339,9 +353,13 @@ def test_a_token_attends_as_in_an_engine_that_decodes():
 
     output = kernels.attention(query, key, value, [100, 2500, 100], 0.2)[long]
 
-    query, key, value = query[long], key[long], value[long]
-    steps = [one_request(query[t : t + 1], key[: t + 1], value[: t + 1]) for t in range(2500)]
-    decoded = torch.cat(steps)
+    query = query[long]
+    key = key[long]
+    value = value[long]
+    decoded = torch.empty_like(output)
+    for t in range(2500):
+        # One token after the other: a request that has answered all before it.
+        decoded[t] = one_request(query[t : t + 1], key[: t + 1], value[: t + 1])[0]
     assert same_bytes(output, decoded)
     # Control: as one query, a prompt.
     assert not same_bytes(one_request(query, key, value), decoded)
@@ -353,14 +371,15 @@ def test_gradients_are_those_of_exact_attention_at_the_rounded_inputs():
     query = normal(3, 4, 7, 32, seed=1)
     key = normal(3, 2, 7, 32, seed=2)
     value = heads(3, 2, 7, 32, seed=3)
-    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    inputs = leaves((query, key, value))
     output, _ = engine_attention(None, *inputs, mask, 0.2)
+    # Padding has no gradient: a loss does not read its output.
     grad = normal(*output.shape, seed=4) * mask[:, :, None, None]
 
     grads = torch.autograd.grad(output, inputs, grad.to(output.dtype))
 
     to_bfloat16 = kernels.rounding()
-    rounded = [tensor.double().requires_grad_() for tensor in (to_bfloat16(query), to_bfloat16(key), value)]
+    rounded = leaves((to_bfloat16(query).double(), to_bfloat16(key).double(), value.double()))
     exact = explicit_attention(*rounded, mask, 0.2)
     exact_grads = torch.autograd.grad(exact, rounded, grad.bfloat16().double())
     for input_grad, exact_grad, source in zip(grads, exact_grads, (query, key, value), strict=True):
@@ -374,7 +393,7 @@ def test_gradients_are_straight_through_at_the_keys_and_values_of_a_cache():
     query = normal(3, 4, 7, 32, seed=1)
     key = normal(3, 2, 7, 32, seed=2)
     value = normal(3, 2, 7, 32, seed=3)
-    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    inputs = leaves((query, key, value))
     output, _ = engine_attention(None, *inputs, None, 0.2, cache_dtype="fp8")
     grad = normal(*output.shape, seed=4)
 
@@ -382,9 +401,9 @@ def test_gradients_are_straight_through_at_the_keys_and_values_of_a_cache():
 
     def at(query, key, value):
         """The gradients of exact attention at these inputs."""
-        leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-        exact = explicit_attention(*leaves, None, 0.2)
-        return torch.autograd.grad(exact, leaves, grad.bfloat16().double())
+        inputs = leaves((query.double(), key.double(), value.double()))
+        exact = explicit_attention(*inputs, None, 0.2)
+        return torch.autograd.grad(exact, inputs, grad.bfloat16().double())
 
     to_bfloat16 = kernels.rounding()
     query = to_bfloat16(query)
@@ -398,7 +417,7 @@ def test_gradients_are_straight_through_at_the_keys_and_values_of_a_cache():
 
 
 def test_the_backward_keeps_no_square_of_a_sequence():
-    query, key, value = (heads(1, 4, 1024, 32, seed=seed).requires_grad_() for seed in range(3))
+    query, key, value = leaves(heads(3, 1, 4, 1024, 32, seed=0))
     output, _ = engine_attention(None, query, key, value, None, 32**-0.5, sequence_lengths=(1000, 24))
 
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -434,6 +453,7 @@ def test_padding_and_packing_change_no_bit(config, architecture):
     ids = token_ids()
     expected = logits_of(model, ids)
 
+    # Four columns on the left and three on the right, as TRL pads prompts and completions.
     padded = F.pad(ids, (4, 3))
     mask = F.pad(torch.ones_like(ids), (4, 3))
     of_padded = logits_of(model, padded, attention_mask=mask)[:, 4:-3]
@@ -477,9 +497,9 @@ def test_gradients_are_the_stock_models_but_for_roundings():
         # Measured up to 0.029 in two layers of 64 wide, by bfloat16 roundings at other places.
         assert relative_error(grad, stock_grads[name]) < 0.05, name
 
+    # Computed again, the forward is the same one: nothing in it depends on what ran before.
     model.gradient_checkpointing_enable()
-    grads_with_checkpointing = gradients_of(model, ids)
-    assert all(torch.equal(grads_with_checkpointing[name], grad) for name, grad in grads.items())
+    torch.testing.assert_close(gradients_of(model, ids), grads, rtol=0, atol=0)
 
 
 def test_float32_master_weights_outside_of_autocast_are_an_error():

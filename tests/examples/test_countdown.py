@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import save_chat_model
+from lines import command_line
 from safetensors.torch import load_file
 
 from qarl_trl import cli
@@ -17,6 +18,7 @@ RECIPE = FOLDER / "lora.yaml"
 @pytest.fixture(scope="module")
 def countdown():
     """The script, imported."""
+    # Not for the other tests: the folder of a script is on the path only while it runs.
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         import countdown
@@ -30,9 +32,11 @@ def countdown():
     [
         ("<answer>(3 + 4) * 5</answer>", 1.0),
         ("<answer>1</answer> no: <answer> 5*(4+3) </answer>", 1.0),
-        ("<answer>3 * 4 + 5</answer>", 0.1),  # another value
-        ("<answer>35</answer>", 0.1),  # not of these numbers
-        ("<answer>(3 + 4) * 5 * (5 / 5)</answer>", 0.1),  # a number twice
+        # A tenth for what can be computed: another value, another number, and a number twice.
+        ("<answer>3 * 4 + 5</answer>", 0.1),
+        ("<answer>35</answer>", 0.1),
+        ("<answer>(3 + 4) * 5 * (5 / 5)</answer>", 0.1),
+        # Nothing for what is no sum of numbers, or would crash a reward that evaluates it.
         ("<answer>3 ** 4</answer>", 0.0),
         ("<answer>7 / (3 - 3)</answer>", 0.0),
         ("<answer>__import__('os')</answer>", 0.0),
@@ -42,7 +46,8 @@ def countdown():
 )
 def test_only_an_answer_of_the_numbers_is_right(countdown, text, reward):
     numbers = [3, 4, 5]
-    completions = [[{"role": "assistant", "content": text}], text]  # as messages, and as plain text
+    # As messages, and as plain text.
+    completions = [[{"role": "assistant", "content": text}], text]
 
     rewards = countdown.countdown_reward(completions, [numbers, numbers], [35, 35], prompts=None)
 
@@ -53,21 +58,16 @@ def test_problems_are_the_same_for_a_seed(countdown):
     problems = countdown.make_problems(50, seed=1)
 
     assert problems.to_list() == countdown.make_problems(50, seed=1).to_list()
-    assert problems.to_list() != countdown.make_problems(50, seed=2).to_list()  # control
+    # Control: the seed counts.
+    assert problems.to_list() != countdown.make_problems(50, seed=2).to_list()
+    # The model must be told what to reach.
     for row in problems:
         assert str(row["target"]) in row["prompt"][0]["content"]
 
 
-def command_line(settings):
-    """`--name value` of each setting."""
-    words = []
-    for name, value in settings.items():
-        words += [f"--{name}", str(value)]
-    return words
-
-
 def small_run(model, folder, **changes):
     """The command line of two updates of `model` by the recipe, without an engine."""
+    # What the recipe takes from vLLM and a GPU, off; and two updates of one rollout batch.
     small = {
         "model_name_or_path": model,
         "output_dir": folder / "out",
@@ -91,11 +91,15 @@ def test_the_script_trains_an_adapter_by_its_recipe(countdown, tmp_path):
 
     assert trainer.state.global_step == 2
     assert trainer.args.quant_name == "W4A16"
+    # The adapter alone: its base is frozen.
     saved = load_file(tmp_path / "out" / "adapter_model.safetensors")
-    assert all("lora" in name for name in saved)
+    assert saved
+    for name in saved:
+        assert "lora" in name
 
 
 def test_the_recipe_starts_a_server(tmp_path, capsys):
+    # `serve` reads the recipe of the training, and starts nothing in a dry run.
     settings = {
         "config": RECIPE,
         "model_name_or_path": save_chat_model(tmp_path / "model"),

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from string import ascii_lowercase
 
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from lines import write_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -53,6 +55,7 @@ def add_outliers(model, factor=50.0):
 
 def move_into_norm(norm, readers, factor):
     """Make a channel of a norm larger, and what reads it smaller."""
+    # Norms start at ones, which hide a transform that folds them in wrongly.
     norm.weight.uniform_(0.5, 2.0)
     norm.weight[5] *= factor
     for reader in readers:
@@ -72,8 +75,8 @@ def folder(tmp_path, request):
     rows = []
     for _ in range(12):
         letters = torch.randint(0, 26, (24,)).tolist()
-        rows.append(json.dumps({"text": "".join(chr(ord("a") + letter) for letter in letters)}))
-    (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+        rows.append({"text": "".join(ascii_lowercase[letter] for letter in letters)})
+    write_rows(tmp_path / "texts.jsonl", rows)
     return tmp_path
 
 
@@ -94,6 +97,7 @@ def test_every_method_makes_a_checkpoint_that_training_can_start_from(ptq, folde
         ptq.main(options(folder, method, output=method))
 
         source = quantized_source(str(folder / method))
+        # Seven in each of two blocks; the output layer is not quantized.
         assert len(source.layers) == 14
         model = load_master_weights(source.name)
         assert torch.isfinite(model(torch.tensor([[3, 4, 5]])).logits).all()
@@ -117,6 +121,7 @@ def test_rounding_to_nearest_is_our_own_export(ptq, folder):
 
 
 def test_a_model_without_linear_layers_is_not_called_quantized(ptq, folder):
+    # GPT-2's layers are `Conv1D`, which the target "Linear" does not name: llm-compressor saves the model as it was.
     sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64}
     GPT2LMHeadModel(GPT2Config(**sizes, tie_word_embeddings=True)).save_pretrained(folder / "model")
 

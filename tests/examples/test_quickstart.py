@@ -18,7 +18,8 @@ from warm_start import warm_start
         ([17, 5, 8], [False, False], "22+8=30"),
         ([17, 5, 8], [True, False], "12+8=20"),
         ([17, 5, 8], [True, True], "12+8=10"),
-        ([11, 2, 3], [], "13+3=16"),  # nothing to carry: no slip is drawn
+        # Nothing to carry: no slip is drawn.
+        ([11, 2, 3], [], "13+3=16"),
     ],
 )
 def test_working_adds_from_left_to_right_and_forgets_the_carries_it_is_told_to(numbers, forgotten, working):
@@ -27,13 +28,19 @@ def test_working_adds_from_left_to_right_and_forgets_the_carries_it_is_told_to(n
 
 def operands(held_out: bool) -> set[tuple[int, ...]]:
     """The numbers of the first problems of a split, in ascending order."""
-    rows = islice(problems(0, held_out), 5000)
-    return {tuple(sorted(map(int, row["prompt"].removesuffix("=").split("+")))) for row in rows}
+    seen = set()
+    for row in islice(problems(0, held_out), 5000):
+        numbers = map(int, row["prompt"].removesuffix("=").split("+"))
+        # 17 + 5 + 8 is the problem 17 + 8 + 5: a model that has learned one knows the other.
+        seen.add(tuple(sorted(numbers)))
+    return seen
 
 
 def test_training_and_held_out_problems_never_share_their_operands():
     assert not operands(held_out=True) & operands(held_out=False)
-    assert operands(held_out=True)  # control
+    # Control: neither is empty.
+    assert operands(held_out=True)
+    assert operands(held_out=False)
 
 
 def test_problems_are_the_same_for_a_seed():
@@ -43,14 +50,18 @@ def test_problems_are_the_same_for_a_seed():
 
 def test_the_verifier_accepts_solutions_and_rejects_forgotten_carries():
     rows = distinct_problems(400, seed=3)
-    slipped = [row for row in rows if row["demonstration"] != row["solution"]]
-    assert len(slipped) > 100
+    slipped = 0
+    for row in rows:
+        assert correct([row["solution"]], [row["answer"]]) == [1.0]
+        if row["demonstration"] != row["solution"]:
+            slipped += 1
+            assert correct([row["demonstration"]], [row["answer"]]) == [0.0]
 
-    right = correct([row["solution"] for row in rows], [row["answer"] for row in rows])
-    wrong = correct([row["demonstration"] for row in slipped], [row["answer"] for row in slipped])
-
-    assert right == [1.0] * 400
-    assert wrong == [0.0] * len(slipped)
+    # Control: of 400 problems enough have a carry that is forgotten.
+    assert slipped > 100
+    # In the order of the completions.
+    first = rows[0]["answer"]
+    assert correct(["=", f"={first}"], [first, first]) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("text", ["", "=", "30", "22+8", "22+8=300", "22+8=30=", "22+8=030", "30=22"])
@@ -80,8 +91,10 @@ def test_the_warm_start_learns_and_is_the_same_for_the_same_seed():
     losses_again = warm_start(second, make_tokenizer(), 0, steps=8)
 
     assert losses[-1] < losses[0]
+    # A reader of the quickstart must get the numbers of its page.
     assert losses == losses_again
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
+    # Control: it moved the weights.
     untrained = next(make_model(0).parameters())
-    assert not torch.equal(next(first.parameters()), untrained)  # control
+    assert not torch.equal(next(first.parameters()), untrained)

@@ -15,6 +15,7 @@ pytest.importorskip("trackio")
 
 
 def test_metrics_are_those_of_the_trainers_log(tmp_path):
+    # For processes of their own: trackio reads the name of the folder when it is imported.
     environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": str(FOLDER.parents[1])}
 
     def run(*command):
@@ -34,8 +35,13 @@ def test_metrics_are_those_of_the_trainers_log(tmp_path):
     kept = json.loads(run("-m", "trackio.cli", "list", "metrics", *of_the_run))
     entropy = json.loads(run("-m", "trackio.cli", "get", "metric", *of_the_run, "--metric", "train/entropy"))
 
-    logged = {name for row in log for name in row} - {"step", "epoch"}
-    by_step = {f"train/{name}" for name in logged if not name.startswith(("train_", "total_"))}
-    assert by_step <= set(kept["metrics"])
-    assert [row["value"] for row in entropy["values"]] == [row["entropy"] for row in log if "entropy" in row]
-    assert len({row["entropy"] for row in log}) == 2  # control: there are values, and not one twice
+    logged = set().union(*log) - {"step", "epoch"}
+    for name in logged:
+        # transformers sends the summary of a training under other names.
+        if not name.startswith(("train_", "total_")):
+            assert f"train/{name}" in kept["metrics"]
+
+    expected = [row["entropy"] for row in log if "entropy" in row]
+    assert [row["value"] for row in entropy["values"]] == expected
+    # Control: there are values, and not one twice.
+    assert len(expected) == len(set(expected)) == 2

@@ -9,6 +9,7 @@ when llm-compressor changes its arithmetic on purpose, and say so in CHANGELOG.m
 """
 
 import importlib.metadata
+import itertools
 import sys
 import tempfile
 from pathlib import Path
@@ -21,7 +22,7 @@ GOLDEN = Path(__file__).with_name("quantize.safetensors")
 # The sizes of the groups by the label in the file.
 GROUPS = {"32": 32, "64": 64, "128": 128, "channel": -1}
 IN_ALL_GROUPS = ("W4A16", "W4A16_ASYM", "W8A16", "W4A8")
-SCHEMES = [(name, label) for name in IN_ALL_GROUPS for label in GROUPS]
+SCHEMES: list[tuple[str, str | None]] = list(itertools.product(IN_ALL_GROUPS, GROUPS))
 SCHEMES += [("W4AFP8", "128"), ("FP8_DYNAMIC", None), ("W8A8", None), ("FP8_BLOCK", None), ("NVFP4A16", None)]
 # They were written before `shifted_rows`, and hold the rows of "master" alone.
 FIRST = ("W4A16", "FP8_DYNAMIC")
@@ -48,6 +49,7 @@ def awkward_rows():
         row[index] = value
         return row
 
+    # Each is a way for two quantizers to differ: zeros and signs, clamping, ties, what is too small or too large.
     steps = torch.arange(128)
     rows = {
         "zeros": torch.zeros(128),
@@ -92,6 +94,7 @@ def awkward_blocks(rows):
     rng = torch.Generator().manual_seed(2)
     plain = 0.02 * torch.randn(128, 128, generator=rng)
 
+    # A huge row would set the scale of the whole block.
     moderate = rows[rows.abs().amax(-1) < 100].float()
     plain[: len(moderate)] = moderate
 
@@ -101,6 +104,7 @@ def awkward_blocks(rows):
 
 def oneshot_rows(scheme, label, weight):
     """The tensors of `weight`, the first rows of a layer, in a model compressed by llm-compressor."""
+    # In the tiny model the former takes 128 numbers, the latter 256, which are two blocks.
     layer = "self_attn.q_proj" if weight.shape[1] == 128 else "mlp.down_proj"
     prefix = f"model.layers.0.{layer}."
     with tempfile.TemporaryDirectory() as folder:
@@ -109,6 +113,7 @@ def oneshot_rows(scheme, label, weight):
     rows = {}
     for name, tensor in tensors.items():
         local = name.removeprefix(prefix)
+        # The shape is that of the whole layer.
         if name.startswith(prefix) and local != "weight_shape":
             rows[local] = first_rows(local, tensor, len(weight))
     return rows
@@ -116,6 +121,7 @@ def oneshot_rows(scheme, label, weight):
 
 def oneshot_tensors(scheme, label, name, weight, folder):
     """All tensors of a tiny model that llm-compressor compressed; `weight` is the first rows of parameter `name`."""
+    # The tests' folder, for this script is started by itself.
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from conftest import make_model
     from llmcompressor import oneshot

@@ -152,6 +152,7 @@ def main() -> int:
     parser = _parser()
     args = parser.parse_args()
     if args.stage is not None:
+        # Here, so that the process that waits for the stages holds no device and no memory of theirs.
         from gpu.stages import run_in_this_process
 
         stage = STAGES[args.stage]
@@ -160,7 +161,8 @@ def main() -> int:
     every = [stage.name for stage in STAGES]
     names = every
     if args.only:
-        names = [name.strip() for name in args.only.split(";")]
+        # By semicolons, for the names have commas.
+        names = list(map(str.strip, args.only.split(";")))
     unknown = set(names) - set(every)
     if unknown:
         parser.error(f"--only must name stages of {every}, got {sorted(unknown)}")
@@ -180,6 +182,7 @@ def main() -> int:
             continue
         print(f"{stage.name}: at most {stage.limit_s} s ...", flush=True)
         results.append(run_stage(index, args.dry, log))
+        # After each stage: who stops the script has the page of those that ended.
         out.write_text(page(where, results, log, args.dry))
         if results[-1].status == "stopped":
             break
@@ -278,7 +281,7 @@ def run_stage(index: int, dry: bool, log: Path) -> Result:
     """Run a stage in a session of its own, which is killed whole at the limit."""
     stage = STAGES[index]
     start = time.monotonic()
-    # What a killed stage leaves may still be growing.
+    # Models of a stage are some GiB, so they go with it. What a killed one leaves may still be growing.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         figures = Path(folder) / "figures.jsonl"
         with open(log, "a") as stream:
@@ -298,9 +301,11 @@ def run_stage(index: int, dry: bool, log: Path) -> Result:
 
 def _run_process(index: int, dry: bool, figures: Path, folder: str, stream: IO[str]) -> int | None:
     """The exit code of a stage's process; `None` if it ran into its limit."""
+    # A kernel that crashes leaves Python's stack in the log.
     command = [sys.executable, "-X", "faulthandler", __file__, "--stage", str(index), "--figures", str(figures)]
     if dry:
         command.append("--dry")
+
     process = subprocess.Popen(
         command,
         stdout=stream,
@@ -330,6 +335,7 @@ def _environment(folder: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": device,
         "TMPDIR": folder,  # a model of 3 GB must not outlive a stage that is killed
     }
+    # What the user has set counts.
     return ENVIRONMENT | dict(os.environ) | own
 
 
@@ -349,12 +355,14 @@ def page(where: dict[str, str], results: list[Result], log: Path, dry: bool) -> 
     """The results as Markdown."""
     note = " (dry: on a CPU, the figures mean nothing)" if dry else ""
     lines = [f"# qarl_trl on a GPU{note}", ""]
-    lines += [f"- {name}: {value}" for name, value in where.items()]
+    for name, value in where.items():
+        lines.append(f"- {name}: {value}")
 
     for result in results:
         title = f"## {result.stage.name}: {result.status} after {result.seconds:.0f} s"
         lines += ["", title, "", result.stage.question, ""]
-        lines += [f"- {name}: {json.dumps(value)}" for name, value in result.figures.items()]
+        for name, value in result.figures.items():
+            lines.append(f"- {name}: {json.dumps(value)}")
 
     lines += ["", WHERE_TO_SEND.format(log=log.resolve()), ""]
     return "\n".join(lines)

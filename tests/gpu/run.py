@@ -39,7 +39,10 @@ class Run:
 
     def record(self, **figures: Any) -> None:
         """Write figures at once: what a stage has found so far is kept if it is killed."""
-        line = {name.replace("_", " "): _short(value) for name, value in figures.items()}
+        line = {}
+        for name, value in figures.items():
+            line[name.replace("_", " ")] = _short(value)
+        # Opened and closed each time: a process that is killed loses what is not on disk.
         with open(self._figures, "a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -58,14 +61,19 @@ class Run:
         for _ in range(6):
             start = time.perf_counter()
             function()
+            # Kernels run on after the call that launched them.
             if not self.dry:
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
+        # Kernels are compiled in the first one.
         return statistics.median(times[1:])
 
     def milliseconds(self, calls: list[Callable[[], Any]]) -> list[float]:
         """Median milliseconds of each call."""
-        return [1e3 * self.seconds(call) for call in calls]
+        times = []
+        for call in calls:
+            times.append(1e3 * self.seconds(call))
+        return times
 
     def used_gib(self) -> float:
         """Memory of the device in use by anyone; 0 on a CPU."""
@@ -82,5 +90,5 @@ def _short(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _short(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_short(inner) for inner in value]
+        return list(map(_short, value))
     return value

@@ -18,14 +18,18 @@ from unittest.mock import patch
 import torch
 from quant.schemes import decompressed, normal, same_tensors
 from slow.toys import (
+    copies,
     engine_logprobs,
     learner_logprobs,
+    logged,
+    logps_of_samples,
     make_tokenizer,
     make_trainer,
     random_adapter,
     sample,
     save_model,
     stored_tensors,
+    trained_parameters,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,6 +86,7 @@ def quantizer(run: Run) -> None:
     shape = (256, 1024) if run.dry else (2048, 8192)
     weight = normal(*shape)
     for name, support in SUPPORTED.items():
+        # The others are for CPUs alone.
         if support.gpus:
             _compare_quantizers(run, name, weight)
 
@@ -95,6 +100,7 @@ def _compare_quantizers(run: Run, name: str, weight: torch.Tensor) -> None:
         warnings.simplefilter("always")
         low_bit = quantize_weight(weight_there, scheme)
         matrix = dequantize(low_bit)
+    # Where Triton fails, plain operations take over with a warning: the bytes would be right, and the speed not.
     gave_up = any("kernel that dequantizes" in str(warning.message) for warning in caught)
     run.check(f"{name}: no kernel gave up", not gave_up)
 
@@ -120,6 +126,7 @@ def gemms(run: Run) -> None:
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(result.stdout, result.stderr)
 
+    # The last line sums up; each test that failed has a line of its own.
     lines = result.stdout.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
     run.record(outcome=lines[-1] if lines else "", failed=failed)
@@ -138,6 +145,7 @@ def engine(
         run.record(skipped=f"{scheme} needs one of {gpus}")
         return
 
+    # Random norms: a factor of 1 hides where it is rounded.
     model = save_model(run.folder / "model", layers=4, family=family, norms=True, experts=experts)
     trainer = make_trainer(
         model,
@@ -146,8 +154,7 @@ def engine(
         **_engine_settings(run, scheme, sleep, experts, frozen),
     )
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
-    run.record(logged_mismatch=[row["mismatch/logp_diff_mean"] for row in rows])
+    run.record(logged_mismatch=logged(trainer, "mismatch/logp_diff_mean"))
 
     sleeps = sleep and not run.dry
     _sync(run, trainer, sleeps, asleep=sleeps)  # training leaves it so
@@ -182,6 +189,7 @@ def _sync(run: Run, trainer: Any, sleeps: bool, asleep: bool = False) -> None:
     rollout = trainer.vllm_generation
     used = run.used_gib()
     if sleeps and not asleep:
+        # Level 2 throws the weights away, where level 1 keeps a copy in host memory.
         rollout.llm.sleep(level=2)
         run.record(sleep_frees_gib=used - run.used_gib())
 
@@ -194,19 +202,21 @@ def _check_syncs(run: Run, trainer: Any, sleeps: bool) -> None:
     """Syncs B and A, for an engine that has A."""
     llm = trainer.vllm_generation.llm
     first = engine_logprobs(llm)
+    # Before A, B, A is asked: kernels that differ from call to call would fail it, too.
     repeated = engine_logprobs(llm)
 
-    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
-    weights_a = [parameter.detach().clone() for parameter in trained]
+    # Of an adapter beside a frozen base these are its factors alone.
+    trained = trained_parameters(trainer.model)
+    weights_a = copies(trained.items())
     with torch.no_grad():
-        for parameter in trained:
+        for parameter in trained.values():
             parameter.add_(0.05 * torch.randn_like(parameter))
     _sync(run, trainer, sleeps)
     other = engine_logprobs(llm)
 
     with torch.no_grad():
-        for parameter, weight in zip(trained, weights_a, strict=True):
-            parameter.copy_(weight)
+        for name, parameter in trained.items():
+            parameter.copy_(weights_a[name])
     _sync(run, trainer, sleeps)
     again = engine_logprobs(llm)
 
@@ -232,10 +242,13 @@ def compare_learners(
         with low_bit_forward(trainer.model, False):
             learned["bf16 learner"] = learner_logprobs(trainer.model, samples)
 
-    sampled = torch.cat([torch.tensor(logps) for _, _, logps in samples])
-    mismatch = {name: (torch.cat(logps) - sampled).abs().mean().item() for name, logps in learned.items()}
+    sampled = torch.cat(logps_of_samples(samples))
+    mismatch = {}
+    for name, logps in learned.items():
+        mismatch[name] = (torch.cat(logps) - sampled).abs().mean().item()
     run.record(mismatch=mismatch)
     for name in learners:
+        # Without a bf16 learner to compare with, an absolute bound.
         if frozen:
             run.check(f"learner {name} is near", mismatch[name] < 0.02)
         else:
@@ -256,10 +269,11 @@ def learner(run: Run, scheme: str) -> None:
     """Forward and backward of 8 and of 32 rows, without an engine: bf16, low bits, low bits with kept matrices."""
     total = 0.0 if run.dry else torch.cuda.mem_get_info()[1] / GIB
     model = AutoModelForCausalLM.from_pretrained(_save_a_real_shape(run, total), dtype=torch.float32).to(run.device)
+    # As in training: the forward, and with it each dequantization, runs twice.
     model.gradient_checkpointing_enable()
     model.train()
     apply_quantization(model, scheme)
-    layers = [layer for _, layer in quantized_modules(model)]
+    _, layers = zip(*quantized_modules(model), strict=True)
 
     for rows in (1, 2) if run.dry else (8, 32):
         ids = torch.randint(2, 14, (rows, 64 if run.dry else 552), device=run.device)
@@ -287,6 +301,7 @@ def step(run: Run, scheme: str | None) -> None:
     """Two rollout batches: seconds of each part, peaks, and what neither torch nor weights explain."""
     total = 0.0 if run.dry else torch.cuda.mem_get_info()[1] / GIB
     model = _save_a_real_shape(run, total)
+    # Now only the CUDA context is left on the device.
     if not run.dry:
         torch.cuda.empty_cache()
     context = run.used_gib()
@@ -295,16 +310,22 @@ def step(run: Run, scheme: str | None) -> None:
     run.record(used_gib={"CUDA context": context, "with learner and engine": run.used_gib(), "of": total})
 
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "time/update" in row]
-    run.record(seconds={part: [row[f"time/{part}"] for row in rows] for part in ("rollout", "sync", "update")})
-    run.check("every step was taken", len(rows) == trainer.args.max_steps)
+    seconds_of = {}
+    for part in ("rollout", "sync", "update"):
+        seconds_of[part] = logged(trainer, f"time/{part}")
+    run.record(seconds=seconds_of)
+    run.check("every step was taken", len(seconds_of["update"]) == trainer.args.max_steps)
 
     if not run.dry:
         _record_memory(run)
     if scheme:
-        layers = [layer for _, layer in quantized_modules(trainer.model)]
-        seconds = run.seconds(lambda: [quantize_weight(layer.weight, layer.scheme) for layer in layers])
-        run.record(quantizing_all_layers_s=seconds)
+        run.record(quantizing_all_layers_s=run.seconds(partial(_quantize_all, trainer.model)))
+
+
+def _quantize_all(model: torch.nn.Module) -> None:
+    """What each update of the optimizer is followed by."""
+    for _, layer in quantized_modules(model):
+        quantize_weight(layer.weight, layer.scheme)
 
 
 def _save_a_real_shape(run: Run, total_gib: float) -> str:
@@ -334,6 +355,8 @@ def _save_a_real_shape(run: Run, total_gib: float) -> str:
 
 
 def _step_settings(run: Run, scheme: str | None) -> dict[str, Any]:
+    # Answers of one length, whatever the random weights are: `ignore_eos`.
+    # SGD has no state: Adam's moments would be twice the weights. And no sync check is among the seconds.
     length = 16 if run.dry else 256
     return {
         "quant_scheme": scheme,

@@ -27,6 +27,7 @@ SCRIPT = Path(__file__).with_name("first_run.py")
 def test_a_dry_stage_finishes_and_is_on_the_page(tmp_path):
     page = tmp_path / "page.md"
 
+    # The quantizer's stage needs no model, so it is the quickest.
     command = [sys.executable, str(SCRIPT), "--dry", "--only", "quantizer", "--out", str(page)]
     result = subprocess.run(command, capture_output=True, text=True)
 
@@ -35,6 +36,7 @@ def test_a_dry_stage_finishes_and_is_on_the_page(tmp_path):
     assert "## quantizer: ok" in text
     assert "- commit: " in text
     assert "dequantize in plain operations ms" in text
+    # Three checks for each of eight schemes.
     assert '"24 of 24 hold"' in text
 
 
@@ -158,7 +160,9 @@ def test_each_learner_is_measured_with_its_own_gemm(tmp_path, monkeypatch):
     run = Run(str(tmp_path / "figures.jsonl"), dry=True, folder=str(tmp_path))
     stages.compare_learners(run, SimpleNamespace(model=model, vllm_generation=SimpleNamespace(llm=None)))
 
+    # Two learners with low bits, and the bf16 one. Seven layers in each of two blocks.
     auto, engine, _ = used_by_learner
     assert len(engine) == 14
     assert engine == engines_gemms  # the same objects: a gemm has no equality of its own
+    # Control: none of them stayed from the stage before, or was there before it was asked for.
     assert not set(map(id, auto)) & set(map(id, engines_gemms))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quant.schemes import normal, relative_error, same_bytes
+from quant.schemes import normal, relative_error, same_bytes, same_tensors
+from slow.toys import copies
 
 from qarl_trl.quant import quantize_weight, reference, resolve_scheme
 from qarl_trl.quant.cuda_kernels import launch_decode_int4
@@ -59,6 +60,7 @@ def of_three_sizes(smallest, columns, dtype):
 # Against the operations ---------------------------------------------------------------------------------------------
 
 
+# As in decoding, in a batch of it, and in a prompt: kernels are chosen by the number of rows.
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
 @pytest.mark.parametrize(
     ("scheme", "quantize"), [("FP8_DYNAMIC", quantize_tokens_fp8), ("W8A8", quantize_tokens_int8)]
@@ -154,6 +156,7 @@ def test_plain_int8_activations_are_those_of_vllms_operation(activations):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("scheme", "group_size"), [("W4A16", 32), ("W4A16", -1), ("W4A16_ASYM", 128)])
 def test_the_kernel_dequantizes_as_plain_operations_do(scheme, group_size, dtype):
+    # Not a power of two in either direction, and nine groups of 128.
     weight = quantize_weight(normal(384, 1152).cuda(), resolve_scheme(scheme, group_size))
     zero_point = None
     if "weight_zero_point" in weight.data:
@@ -187,7 +190,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     if not with_bias:
         bias = None
     low_bit = quantize_weight(matrix(), resolve_scheme(scheme))
-    before = {name: tensor.clone() for name, tensor in low_bit.tensors.items()}
+    before = copies(low_bit.tensors.items())
     plain = plain_gemm(low_bit.scheme, x.device)
     y, saved = plain.forward(x, low_bit, bias)
 
@@ -197,8 +200,7 @@ def test_the_engines_own_layer_is_the_plain_form(scheme, tokens, with_bias):
     for one, other in zip(saved, engine_saved, strict=True):  # one function makes both
         assert torch.equal(one.float(), other.float())
     # The engine's layer has a copy of its own to repack.
-    for name, tensor in before.items():
-        assert torch.equal(low_bit.tensors[name].view(torch.uint8), tensor.view(torch.uint8))
+    assert same_tensors(low_bit.tensors, before)
 
     # Control: 4-bit weights beside float8 activations are a table, not what the checkpoint decompresses to (3.2 %
     # apart on a CPU).
@@ -216,10 +218,12 @@ def test_a_changed_weight_has_a_layer_of_its_own(scheme):
     gemm = engine_gemm(low_bit.scheme, x.device)
     before, _ = gemm.forward(x, low_bit)
 
+    # The engine's layer repacks once for a weight, and must notice another.
     changed = quantize_weight(normal(256, 512, seed=7).cuda(), low_bit.scheme)
     after, _ = gemm.forward(x, changed)
     again, _ = gemm.forward(x, low_bit)
 
+    # Products of two random weights are further apart than they are long.
     assert relative_error(after, before) > 1
     assert torch.equal(again, before)
 

@@ -29,6 +29,11 @@ def random_heads(seed):
     return torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(seed))
 
 
+def both_sequences():
+    """Two sequences of nine tokens, ids `(2, 9)`."""
+    return torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
 def causal_attention(query, key, value):
     """Attention of one sequence by its formula, `(heads, tokens, head_dim)`."""
     length, size = query.shape[-2:]
@@ -44,6 +49,7 @@ def test_each_sequence_of_a_row_is_attended_alone():
 
     output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, PACKED, (5, 3, 4))
 
+    # Three lengths, so that a sequence that begins in the wrong place shows.
     for tokens in (slice(0, 5), slice(5, 8), slice(8, 12)):
         expected = causal_attention(query[0, :, tokens], key[0, :, tokens], value[0, :, tokens])
         assert (output[0, tokens].transpose(0, 1) - expected).abs().max() < 1e-6
@@ -67,13 +73,18 @@ class CountOutputs(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        self.elements += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor):
+                self.elements += leaf.numel()
         return output
 
 
 def written_by_backward(lengths):
     """Elements that the backward of a row of 64 tokens writes."""
-    query, key, value = (torch.randn(1, 2, 64, 8).requires_grad_() for _ in range(3))
+    # Whatever the numbers are: only elements are counted.
+    query, key, value = torch.randn(3, 1, 2, 64, 8)
+    for tensor in (query, key, value):
+        tensor.requires_grad_()
     output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, PACKED, lengths)
 
     with CountOutputs() as count:
@@ -126,14 +137,14 @@ def test_padded_and_generated_the_model_is_the_stock_one_bit_for_bit(tiny_model)
     stock = tiny_model()
     model = tiny_model()
     use_packed_attention(model)
-    ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids = both_sequences()
+    # Padding on both sides, as TRL has it, and a row without any.
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 0], [1] * 9])
 
-    logits, stock_logits = (m(ids, attention_mask=mask).logits for m in (model, stock))
-    assert torch.equal(logits, stock_logits)
+    assert torch.equal(model(ids, attention_mask=mask).logits, stock(ids, attention_mask=mask).logits)
 
-    answers = [m.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for m in (model, stock)]
-    assert torch.equal(*answers)
+    sampling = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(ids, **sampling), stock.generate(ids, **sampling))
     # The config is what a checkpoint saves.
     assert model.config.to_dict() == stock.config.to_dict()
 
@@ -176,6 +187,11 @@ def states(monkeypatch):
     return seen
 
 
+def are_of_cache(states):
+    """Of each key and value, one after the other: whether rounding it once more changes nothing."""
+    return [torch.equal(tensor, round_to_cache(tensor, "fp8")) for pair in states for tensor in pair]
+
+
 @pytest.mark.parametrize("packs_first", [False, True])
 def test_every_layer_attends_to_keys_and_values_as_the_cache_holds_them(tiny_model, states, packs_first):
     """In packed and in padded rows, whether the trainer packs (`max_tokens_per_pass`) or not."""
@@ -184,7 +200,7 @@ def test_every_layer_attends_to_keys_and_values_as_the_cache_holds_them(tiny_mod
         use_packed_attention(model)
     model(IDS, attention_mask=torch.ones_like(IDS), use_cache=False)
     # Control: without such a cache they are not numbers of the format.
-    assert not any(torch.equal(tensor, round_to_cache(tensor, "fp8")) for pair in states for tensor in pair)
+    assert not any(are_of_cache(states))
     states.clear()
 
     attend_from_cache(model, "fp8")
@@ -194,13 +210,13 @@ def test_every_layer_attends_to_keys_and_values_as_the_cache_holds_them(tiny_mod
 
     # Two layers: once for the padded row, twice for the sequences of the packed one.
     assert len(states) == 2 + 4
-    assert all(torch.equal(tensor, round_to_cache(tensor, "fp8")) for pair in states for tensor in pair)
+    assert all(are_of_cache(states))
 
 
 def test_a_packed_row_has_the_log_probs_of_its_sequences(tiny_model):
     model = tiny_model()
     attend_from_cache(model, "fp8")
-    ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids = both_sequences()
 
     rows = model(ids, use_cache=False).logits
     packed = model(
@@ -216,6 +232,7 @@ def test_a_packed_row_has_the_log_probs_of_its_sequences(tiny_model):
 def test_gradients_pass_the_rounding(tiny_model):
     """To the weights of keys, values and everything before; they are those at the rounded keys and values."""
     model = tiny_model()
+    # The first layer's, which all roundings of later layers come before in the backward.
     model(IDS, use_cache=False).logits.sum().backward()
     of_stock = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
     model.zero_grad()
@@ -223,6 +240,7 @@ def test_gradients_pass_the_rounding(tiny_model):
     attend_from_cache(model, "fp8")
     model(IDS, use_cache=False).logits.sum().backward()
 
+    # A rounding that is differentiated has a gradient of 0 almost everywhere.
     gradient = model.model.layers[0].self_attn.k_proj.weight.grad
     assert gradient.abs().max() > 0
     assert not torch.equal(gradient, of_stock)  # control
@@ -230,7 +248,7 @@ def test_gradients_pass_the_rounding(tiny_model):
 
 def test_after_the_block_the_attention_is_that_of_before(tiny_model):
     model = tiny_model()
-    ids = torch.randint(2, 64, (2, 9), generator=torch.Generator().manual_seed(0))
+    ids = both_sequences()
     before = model(ids, use_cache=False).logits
 
     with attending_from_cache(model, "fp8"):
@@ -293,7 +311,7 @@ def test_a_pass_without_gradients_takes_the_kernels_of_a_training_pass(tiny_mode
 
 def test_a_pass_without_gradients_keeps_nothing_for_a_backward():
     """Else the activations of all layers would stay until the end of the pass."""
-    query, key, value = (random_heads(seed) for seed in range(3))
+    query, key, value = map(random_heads, range(3))
     with torch.no_grad():
         output, _ = attention.packed_attention(torch.nn.Module(), query, key, value, PACKED, (5, 7))
 

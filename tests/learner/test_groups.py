@@ -38,7 +38,9 @@ def test_a_group_comes_out_with_its_last_micro_batch():
     groups = groups_of([2, 1])
     groups.choose(batch, [0, 0, 0])
 
-    taken = [groups.take(micro_batch, place, ends_update=False) for place, micro_batch in enumerate(batch)]
+    taken = []
+    for place, micro_batch in enumerate(batch):
+        taken.append(groups.take(micro_batch, place, ends_update=False))
 
     assert taken == [[], batch[:2], batch[2:]]
 
@@ -65,6 +67,7 @@ def test_a_rollout_batch_is_grouped_once_and_the_next_one_starts_empty():
     second = micro_batches([3, 4])
     groups = MicroBatchGroups(merge)
     groups.choose(first, [0, 0])
+    # Asked again of the same rollout batch, which is grouped already.
     groups.choose(first, [1, 1])
     # A run that stops here is followed by another one.
     assert groups.take(first[0], 0, ends_update=False) == []
@@ -118,6 +121,7 @@ def test_micro_batches_that_share_a_pass_train_as_each_one_alone(model, tmp_path
     one_by_one = train(make(model, tmp_path / "alone", max_tokens_per_pass=LARGE, **changes))
 
     assert_equal_runs(together, one_by_one)
+    # Control: they did share passes.
     assert len(together["passes"]) < len(one_by_one["passes"])
 
 

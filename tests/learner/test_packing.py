@@ -1,5 +1,7 @@
 """`qarl_trl.learner.packing`: rows of a padded batch to packed rows and back."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,7 +32,10 @@ def test_a_packed_row_is_the_real_tokens_with_positions_from_zero():
 
     packed = pack(ids, mask, KEEP, [0, 1, 3])
 
-    first, second, third = (ids[row, slice(*SPANS[row])].tolist() for row in (0, 1, 3))
+    # Of rows 0, 1 and 3, which have 5, 4 and 4 tokens.
+    first = ids[0, 2:7].tolist()
+    second = ids[1, 0:4].tolist()
+    third = ids[3, 1:5].tolist()
     assert packed.input_ids.tolist() == [first + second + third]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]]
     assert packed.lengths == (5, 4, 4)
@@ -40,14 +45,18 @@ def test_a_packed_row_is_the_real_tokens_with_positions_from_zero():
 
 def test_what_is_packed_comes_back_to_its_place_from_several_rows():
     ids, mask = padded_batch()
-    packed = [pack(ids, mask, KEEP, rows) for rows in ([4, 1], [2], [0, 3])]
-    # Of each token after the first: the token itself.
-    values = [row.input_ids[:, 1:].float() for row in packed]
+    packed = []
+    values = []
+    shifted = []
+    for rows in ([4, 1], [2], [0, 3]):
+        row = pack(ids, mask, KEEP, rows)
+        packed.append(row)
+        # Of each token after the first: the token itself.
+        values.append(row.input_ids[:, 1:].float())
+        shifted.append(values[-1].roll(1))
 
     unpacked = unpack(values, packed, len(ids), KEEP)
     assert torch.equal(unpacked, ids[:, -KEEP:].float())
-
-    shifted = [value.roll(1) for value in values]
     # Control: values of the wrong tokens come back elsewhere.
     assert not torch.equal(unpack(shifted, packed, len(ids), KEEP), unpacked)
 
@@ -70,10 +79,11 @@ def test_rows_are_split_into_passes_under_the_budget(passes):
 
     rows_of_passes = split_rows(lengths, 10, passes)
 
-    assert sorted(row for rows in rows_of_passes for row in rows) == [0, 1, 2, 3, 4]
+    assert sorted(itertools.chain(*rows_of_passes)) == [0, 1, 2, 3, 4]
     for rows in rows_of_passes:
+        # A pass without a row could not be run, and one beyond the budget could run out of memory.
         assert rows
-        assert sum(lengths[row] for row in rows) <= 10
+        assert sum(map(lengths.__getitem__, rows)) <= 10
     # 28 tokens need three passes.
     assert len(rows_of_passes) == max(passes, 3)
 

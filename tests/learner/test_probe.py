@@ -43,6 +43,7 @@ def measured(model):
 
     reason = passes._crossing(model, model)
 
+    # It measures in evaluation mode, where dropout is off, and must leave the model as it was.
     assert model.training
     return reason
 
@@ -59,6 +60,7 @@ def measured(model):
     ],
 )
 def test_what_a_config_says_is_believed(family, architecture, sizes, why):
+    # Without memory: the models of these families are large as they come.
     with torch.device("meta"):
         model = make(family, architecture, **sizes)
 
@@ -104,6 +106,7 @@ def forget_lengths(forward):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_layer_that_reaches_across_is_noticed(tiny_model, kind, dtype):
     model = tiny_model(kind, dtype=dtype)
+    # The first layer is whole, so a probe of one layer alone would find nothing.
     for layer in model.model.layers[1:]:
         layer.self_attn.forward = forget_lengths(layer.self_attn.forward)
 
@@ -111,6 +114,8 @@ def test_one_layer_that_reaches_across_is_noticed(tiny_model, kind, dtype):
 
 
 def test_positions_that_run_on_are_noticed_where_they_are_absolute():
+    # Rotary positions are relative: those that run on give each sequence the same log-probs. GPT-2's are absolute, and
+    # with weights of the usual size (0.02) a wrong position hardly counts.
     model = make("GPT2", "LMHeadModel", **GPT2, initializer_range=0.2)
 
     def run_on(module, args, kwargs):

@@ -8,6 +8,7 @@ from qarl_trl import QaRLConfig
 from qarl_trl.metrics.endings import Endings, ending_metrics
 
 
+# Tokens of one and of two characters, so that a string may end inside of one, and a token without any text.
 TOKENS = ("a", "b;", ";c", "d", "")
 
 
@@ -60,7 +61,7 @@ def test_answers_that_end_there_cannot_be_masked_as_cut_off(tmp_path, stop):
     with pytest.raises(ValueError, match="mask_truncated_completions must be False"):
         QaRLConfig(**settings, mask_truncated_completions=True, generation_kwargs=stop)
 
-    # Controls.
+    # Controls: each of the two alone, beside another setting of the engine.
     QaRLConfig(**settings, generation_kwargs=stop)
     QaRLConfig(**settings, mask_truncated_completions=True, generation_kwargs={"max_tokens": 8})
 

@@ -27,7 +27,10 @@ def batch_of(texts, split):
     known = {}
     rows = []
     for text in texts:
-        ids = [known.setdefault(piece, len(known) + 1) for piece in split(text)]
+        ids = []
+        for piece in split(text):
+            # The number of a piece is its place among the different ones so far; 0 is padding.
+            ids.append(known.setdefault(piece, len(known) + 1))
         rows.append(torch.tensor(ids))
 
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -44,9 +47,14 @@ def random_row(draw):
     kinds = draw.choice([1, 2, 3, 40])
     row = []
     while len(row) < 150:
-        piece = [draw.randrange(1, 1 + kinds) for _ in range(draw.randrange(1, 20))]
+        piece = []
+        for _ in range(draw.randrange(1, 20)):
+            piece.append(draw.randrange(1, 1 + kinds))
         loop = piece * draw.choice([1, 1, 4, 9])
-        row += [token if draw.random() > 0.01 else 99 for token in loop]
+        for token in loop:
+            # A slip in a hundred: a loop with one in it has no copy of some n-grams.
+            row.append(token if draw.random() > 0.01 else 99)
+    # On both sides of an n-gram of 8 and of a window of 64.
     return row[: draw.choice([0, 1, 7, 8, 63, 64, 65, 80, 120, 150, 150, 150])]
 
 
@@ -55,7 +63,8 @@ def random_rows():
     rows = []
     for seed in range(40):
         draw = random.Random(seed)
-        rows += [random_row(draw) for _ in range(12)]
+        for _ in range(12):
+            rows.append(random_row(draw))
     return rows
 
 
@@ -65,14 +74,18 @@ def by_reference(rows, **changes):
 
 def test_error_tokens_are_those_of_one_token_at_a_time():
     rows = random_rows()
-    tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-    written = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    lengths = torch.tensor(list(map(len, rows)))
+    ids = torch.zeros(len(rows), lengths.max(), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row)
+    written = torch.arange(ids.shape[1]) < lengths[:, None]
 
     errors = find_error_tokens(ids, written)
 
     expected = by_reference(rows)
-    assert [error[: len(row)].tolist() for error, row in zip(errors, rows, strict=True)] == expected
+    for error, row, by_hand in zip(errors, rows, expected, strict=True):
+        assert error[: len(row)].tolist() == by_hand
+    # Padding is one long run of the same token, and none of it was written.
     assert not errors[~written].any()
     assert 0.1 < errors.sum() / written.sum() < 0.9
     # Controls: each setting counts.
@@ -92,6 +105,7 @@ def test_batches_without_completions_or_shorter_than_the_window(shape):
 @pytest.mark.parametrize("split", [list, words])
 @pytest.mark.parametrize("text", ["1+1+1+1=4", "+".join("1" * 12) + "=12", "0." + "3" * 30, "-" * 60, "3, 1, 4, " * 2])
 def test_what_mathematicians_repeat_is_no_error(text, split):
+    # Long enough for a window, and without a repetition of its own.
     numbers = "".join(map(str, range(40)))
     text = f"We see that {text}, and so the answer follows from what was given. {numbers}"
 
@@ -115,6 +129,7 @@ def test_most_of_garbled_text_is_errors(garble, most, split):
 
     errors = find_error_tokens(ids, written)[0]
 
+    # What was written before a completion went wrong stays what it was.
     before = len(split(start))
     assert not errors[:before].any()
     assert errors[before:].float().mean() > most
@@ -140,13 +155,15 @@ def test_gold_solutions_have_almost_none(name, field, split):
 
     Held out: Minerva 0.14 % and 0.23 % (one table).
     """
-    lines = (MATH_SETS / f"{name}.jsonl").read_text().splitlines()
-    texts = [json.loads(line)[field] for line in lines]
+    texts = []
+    for line in (MATH_SETS / f"{name}.jsonl").read_text().splitlines():
+        texts.append(json.loads(line)[field])
 
     assert share_of_errors(texts, split) < 0.005
 
 
 def test_a_completion_that_is_taken_out_of_the_loss_was_written_all_the_same():
+    # The first one is masked as cut off, and holds the padding token; the last one wrote nothing but that.
     ids = torch.tensor([[5, 0, 7, 0, 0], [5, 6, 0, 0, 0], [0, 0, 0, 0, 0]])
     mask = torch.tensor([[0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 

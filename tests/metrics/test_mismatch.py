@@ -32,12 +32,18 @@ def measured(old, sampling, mask, gather=lambda rows: rows):
 
 def scored_differences(old, sampling, mask):
     """Learner minus engine of the tokens that count, as Python floats."""
+    differences = []
     tokens = zip(old.flatten().tolist(), sampling.flatten().tolist(), mask.flatten().tolist(), strict=True)
-    return [o - s for o, s, counts in tokens if counts and not math.isnan(s)]
+    for of_learner, of_engine, counts in tokens:
+        # NaN: the engine gave no log-prob.
+        if counts and not math.isnan(of_engine):
+            differences.append(of_learner - of_engine)
+    return differences
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.1, 2.0])
 def test_log_prob_metrics_are_those_of_python_floats(size):
+    # Two completions far apart, one to each side.
     old, sampling, mask = random_logps(0, size)
     sampling[0] -= 5.0
     sampling[1] += 5.0
@@ -45,28 +51,35 @@ def test_log_prob_metrics_are_those_of_python_floats(size):
     metrics = measured(old, sampling, mask)
 
     apart = scored_differences(old, sampling, mask)
-    k3 = [math.expm1(difference) - difference for difference in apart]
+    k3 = 0.0
+    for difference in apart:
+        k3 += math.expm1(difference) - difference
     assert metrics["unscored_max"] == pytest.approx(1 - len(apart) / mask.sum().item(), abs=1e-6)
     assert metrics["logp_diff_mean"] == pytest.approx(sum(map(abs, apart)) / len(apart), rel=1e-5)
     assert metrics["logp_diff_max"] == pytest.approx(max(map(abs, apart)), rel=1e-5)
-    assert metrics["kl_k3"] == pytest.approx(sum(k3) / len(apart), rel=1e-3)
+    # A small difference of float32 numbers, whose square this is.
+    assert metrics["kl_k3"] == pytest.approx(k3 / len(apart), rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [1e-3, 0.1, 2.0])
 def test_weights_are_those_of_python_floats(size):
+    # So far apart that the first two weights reach the cap on either side, whatever the size.
     old, sampling, mask = random_logps(0, size)
     sampling[0] -= 5.0
     sampling[1] += 5.0
 
     metrics = measured(old, sampling, mask)
 
-    rows = zip(old.tolist(), sampling.tolist(), mask.tolist(), strict=True)
-    weights = [references.mismatch_weight(*row, CAP) for row in rows]
-    capped = [weight < 0.501 or weight > 1.999 for weight in weights]
+    weights = []
+    capped = 0
+    for row in zip(old.tolist(), sampling.tolist(), mask.tolist(), strict=True):
+        weight = references.mismatch_weight(*row, CAP)
+        weights.append(weight)
+        capped += weight < 0.501 or weight > 1.999
     assert metrics["seq_weight_mean"] == pytest.approx(sum(weights) / ROWS, rel=1e-6)
     assert metrics["seq_weight_min"] == pytest.approx(min(weights), rel=1e-6) == pytest.approx(1 / CAP)
     assert metrics["seq_weight_max"] == pytest.approx(max(weights), rel=1e-6) == pytest.approx(CAP)
-    assert 0 < metrics["seq_weight_capped_frac"] == pytest.approx(sum(capped) / ROWS)
+    assert 0 < metrics["seq_weight_capped_frac"] == pytest.approx(capped / ROWS)
 
 
 def test_k3_keeps_its_digits_where_engine_and_learner_agree_best():
@@ -109,11 +122,14 @@ def test_processes_are_measured_in_one_collective_as_one_but_for_what_the_worst_
         calls.append(rows)
         return torch.cat([rows, calls[0]])
 
+    # The second one first: then what it gathers is there when the first one asks.
     measured(old[3:], sampling[3:], mask[3:], gather_alone)
     metrics = measured(old[:3], sampling[:3], mask[:3], gather_both)
 
     expected = measured(old, sampling, mask)
+    # One collective of each process.
     assert len(calls) == 2
+    # The share of the worst process, where half of all would look like an engine that works.
     assert metrics.pop("unscored_max") > 0.95 > 0.6 > expected.pop("unscored_max")
     assert metrics == expected
 
@@ -131,6 +147,7 @@ def test_a_mismatch_above_the_threshold_stops_the_run():
 @pytest.mark.parametrize(("logp_diff", "unscored"), [(math.nan, 0.0), (math.inf, 0.0), (0.0, 0.6)])
 def test_log_probs_that_are_no_numbers_stop_every_run(logp_diff, unscored):
     # Control: the worst that is let pass.
+    # `None`: without a threshold.
     check_mismatch(100.0, 0.5, None)
 
     with pytest.raises(RuntimeError, match="Log-probs hold NaN or infinity"):

@@ -30,6 +30,7 @@ def random_batch(seed, size=16, length=9, spread=1e-3):
         return torch.rand(*shape, generator=generator)
 
     old = -normal(size, length).abs() - 0.1
+    # A part is the same for a whole completion: means of independent tokens alone would be near 0.
     logps = old + (spread * normal(size, 1) + spread * normal(size, length))
 
     mask = (uniform(size, length) < 0.8).long()
@@ -51,19 +52,31 @@ def rows_of(batch, rows):
 
 def measured(batch, band=PAPER, prefix=""):
     columns = completion_columns(batch.logps, batch.old, batch.mask, batch.advantages, batch.errors)
+    # As a trainer gathers them: in one tensor, and so in one dtype.
     return ratio_metrics({name: column.float() for name, column in columns.items()}, band, prefix)
 
 
 def by_reference(batch, band=PAPER, prefix=""):
-    tensors = (batch.logps, batch.old, batch.mask, batch.advantages, batch.errors)
-    rows = list(zip(*(tensor.tolist() for tensor in tensors), strict=True))
+    rows = zip(
+        batch.logps.tolist(),
+        batch.old.tolist(),
+        batch.mask.tolist(),
+        batch.advantages.tolist(),
+        batch.errors.tolist(),
+        strict=True,
+    )
     bounds = (1 + band.epsilon_high, 1 - band.delta_low, 1 + band.delta_high)
-    return references.ratio_metrics(rows, bounds, prefix)
+    return references.ratio_metrics(list(rows), bounds, prefix)
 
 
 def nearly(expected):
     """float32: ratios near 1 to 2e-7; k3 is of the order of 1e-6, its term of a difference that is rounded by 6e-8."""
-    return {name: pytest.approx(value, rel=2e-3, abs=3e-7) for name, value in expected.items()}
+    return pytest.approx(expected, rel=2e-3, abs=3e-7)
+
+
+def starting_with(prefixes, metrics):
+    """The metrics whose names begin with one of the prefixes."""
+    return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
 
 
 @pytest.mark.parametrize("band", [PAPER, OTHER])
@@ -75,22 +88,28 @@ def test_metrics_are_those_of_python_floats(band):
         expected = by_reference(batch, band)
 
         assert metrics == nearly(expected)
-        shares = {name: value for name, value in expected.items() if name.endswith("_frac")}
-        # Both count the same completions, so the shares are exact.
-        assert {name: metrics[name] for name in shares} == pytest.approx(shares, abs=1e-9)
+        for name, value in expected.items():
+            if name.endswith("_frac"):
+                # Both count the same completions, so the shares are exact.
+                assert metrics[name] == pytest.approx(value, abs=1e-9), name
 
         # Control: with the other signs nearly every metric is another.
         batch.advantages = -batch.advantages
-        differ |= {name for name, value in measured(batch, band).items() if value != metrics.get(name)}
+        for name, value in measured(batch, band).items():
+            if value != metrics.get(name):
+                differ.add(name)
 
-    without_sign = ("/min", "/max", "kl_k3", "tokens/frac")
-    assert differ >= {name for name in expected if not name.endswith(without_sign)}
+    # What does not depend on the sign of an advantage.
+    alike = {"ratio/min", "ratio/max", "ratio/kl_k3", "error_tokens/frac"}
+    assert alike < set(expected)
+    assert differ >= set(expected) - alike
 
 
 def test_what_has_no_value_is_left_out_and_what_is_no_number_is_not():
     batch = random_batch(1)
     batch.advantages = batch.advantages.abs() + 1
-    assert not any("/neg_q" in name for name in measured(batch))
+    assert starting_with("ratio/pos_q", measured(batch))
+    assert not starting_with("ratio/neg_q", measured(batch))
 
     batch.logps[3] = math.nan
     batch.mask[3] = 1
@@ -132,6 +151,7 @@ def logged_by_loss(trainer, batch, mode, monkeypatch):
     """What the trainer logs when it computes the loss of a batch, with the batch's log-probs."""
     trainer.model.train(mode == "train")
     trainer.current_gradient_accumulation_steps = 1
+    # In place of the model's: those of the batch lie on both sides of every bound.
     forward = (batch.logps, torch.zeros_like(batch.logps), None)
     monkeypatch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: forward)
 
@@ -154,13 +174,14 @@ def logged_by_loss(trainer, batch, mode, monkeypatch):
 def test_the_trainer_logs_what_lies_beyond_the_papers_bounds(tmp_path, monkeypatch, mode, loss_type):
     """Of a stock loss under names of their own; under those of TBPO it has TRL's, whose bounds are its own."""
     trainer = make_trainer(tmp_path, loss_type)
+    # 64 completions, so that some lie beyond each bound. None is empty, and in nine tokens a trainer finds no errors.
     batch = random_batch(0, size=64)
     batch.mask[0] = 1
     batch.errors[:] = False
 
     logged = logged_by_loss(trainer, batch, mode, monkeypatch)
 
-    metrics = {name: value for name, value in logged.items() if name.startswith(("ratio/", "error_tokens/"))}
+    metrics = starting_with(("ratio/", "error_tokens/"), logged)
     prefix = "" if loss_type == "tbpo" else "paper_"
     assert metrics == nearly(by_reference(batch, prefix=prefix))
     if loss_type == "tbpo":  # TRL's own, where it has them
@@ -191,9 +212,11 @@ def test_processes_are_measured_in_one_collective_as_if_they_were_one():
         }
         return measure_ratios(half.logps, inputs, half.errors, PAPER, "", gather, fresh=False)
 
+    # The second one first: then what it gathers is there when the first one asks.
     second_alone = measure(second, gather_alone)
     logged = measure(first, gather_both)
 
+    # One collective of each process.
     assert len(calls) == 2
     assert logged == measured(batch)
     mean_of_both = (measured(first)["ratio/neg_q99"] + second_alone["ratio/neg_q99"]) / 2

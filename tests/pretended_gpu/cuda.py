@@ -28,6 +28,7 @@ def cuda(capability: tuple[int, int]) -> Iterator[None]:
     _import_for_cpu()
     from vllm import _custom_ops as ops
 
+    # vLLM's compiled operations take 90 for (9, 0).
     number = 10 * capability[0] + capability[1]
     with ExitStack() as stack:
         stack.enter_context(_platform(capability))
@@ -102,6 +103,7 @@ def _platform(capability: tuple[int, int]) -> Iterator[None]:
 @cache
 def _cuda_platform() -> type:
     """vLLM's, whose module loads the compiled operations for GPUs."""
+    # An empty module in its place, as long as the import lasts: a build for CPUs has none.
     library = "vllm._C_stable_libtorch"
     sys.modules[library] = types.ModuleType(library)
     try:
@@ -120,7 +122,11 @@ def _forget_answers() -> None:
 
 
 def _modules_of_vllm() -> list[types.ModuleType]:
-    return [module for name, module in list(sys.modules.items()) if name.startswith("vllm.")]
+    modules = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm."):
+            modules.append(module)
+    return modules
 
 
 @contextmanager
@@ -171,6 +177,7 @@ def _repack(
     b_q_weight: torch.Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
 ) -> torch.Tensor:
     """Marlin's form of a weight."""
+    # In the shape of Marlin's tiles of 16 rows.
     permuted = b_q_weight.contiguous().flip(1)
     return permuted.reshape(size_k // 16, size_n * num_bits // 2).clone()
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from conftest import make_model
+from slow.toys import copies
 
 from .cuda import cuda
 
 
-# Weights of whole kernel tiles.
+# Weights of whole kernel tiles: what pads is tested by itself.
 WHOLE_TILES = {
     "hidden_size": 256,
     "num_attention_heads": 4,
@@ -69,6 +70,7 @@ class Engine:
 
         from qarl_trl.rollout.vllm import reload_stacks, reloading
 
+        # What vLLM's `reload_weights` does in a worker, of which there is none here.
         def reload() -> None:
             initialize_layerwise_reload(self.model)
             self.model.load_weights(reload_stacks.load_stacks(self.model, weights.items()))
@@ -79,11 +81,12 @@ class Engine:
 
     def sleep(self) -> None:
         """Fill memory as a sleep of level 2 leaves it: with anything, but in buffers."""
+        # vLLM saves buffers before a sleep of level 2, and restores them.
         buffers = {buffer.data_ptr() for buffer in self.model.buffers()}
-        for name, tensor in self.tensors().items():
-            on_gpu = not name.endswith("_cpu")
-            if tensor.numel() and on_gpu and tensor.data_ptr() not in buffers:
-                tensor.data.untyped_storage().fill_(0x7F)
+        for tensor in self.places().values():
+            if tensor.numel() and tensor.data_ptr() not in buffers:
+                # Of all bytes: no plausible weight, scale or index.
+                tensor.untyped_storage().fill_(0x7F)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that a forward could read: parameters, buffers, and what hangs on kernels and on experts."""
@@ -92,7 +95,7 @@ class Engine:
         return tensors
 
     def copies(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.tensors().items()}
+        return copies(self.tensors().items())
 
     def places(self) -> dict[str, torch.Tensor]:
         """
@@ -100,7 +103,12 @@ class Engine:
 
         They keep their memory, so that no later tensor is at the same address by chance.
         """
-        return {name: tensor.detach() for name, tensor in self.tensors().items() if not name.endswith("_cpu")}
+        places = {}
+        for name, tensor in self.tensors().items():
+            # vLLM's copies for the host, which no graph reads.
+            if not name.endswith("_cpu"):
+                places[name] = tensor.detach()
+        return places
 
     def query_scale(self) -> float:
         """The scale of the queries in the first layer's attention; 1 without a quantized cache."""
@@ -121,7 +129,8 @@ class Engine:
             scheme,
             method,
         ]
-        kernel = next(candidate for candidate in candidates if candidate)
+        # The first that is there: each scheme of vLLM has its own place for it.
+        kernel = next(filter(None, candidates))
         return kernel.__name__ if isinstance(kernel, type) else type(kernel).__name__
 
 
@@ -152,6 +161,7 @@ def _start_group(folder: str) -> None:
     """The group of an engine's processes, once in a process."""
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
+    # vLLM's groups are global, and a process may make several engines.
     if torch.distributed.is_initialized():
         return
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from quant.schemes import as_bytes
 from slow.isolated import isolated, isolated_group
+from slow.toys import copies
 
 from qarl_trl.quant.supported import GPU_GENERATIONS
 
@@ -26,7 +29,7 @@ DENSE = ("qwen2", "qwen3", "llama")
 EXPERTS = "qwen3_moe"
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A16", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "FP8_BLOCK", "none")
 # Family and scheme. The experts first: vLLM makes the group of their ranks with the first model of a process alone.
-CELLS = [(kind, scheme) for kind in (EXPERTS, *DENSE) for scheme in SCHEMES]
+CELLS = list(itertools.product((EXPERTS, *DENSE), SCHEMES))
 CELLS.remove((EXPERTS, "NVFP4A16"))  # vLLM has none
 # Kernels for them pad: by `layer.bias.data = ...` for W8A16, with a new parameter for the others.
 PADDED_SCHEMES = ("W8A16", "NVFP4A16", "FP8_DYNAMIC")
@@ -34,9 +37,11 @@ RANKED = (("qwen2", "W4A16"), ("qwen3", "NVFP4A16"), (EXPERTS, "W4A16"), (EXPERT
 # They do not depend on the weights.
 ALIKE_IN_ALL_SYNCS = ("weight_shape", "cos_sin_cache")
 # What a kernel of FP8 experts holds: constants, and its scales, which are parameters of the layer.
-STRIDES = tuple(
-    f"moe_kernel.impl.fused_experts.experts.{name}"
-    for name in ("ab_strides1", "ab_strides2", "c_strides1", "c_strides2")
+STRIDES = (
+    "moe_kernel.impl.fused_experts.experts.ab_strides1",
+    "moe_kernel.impl.fused_experts.experts.ab_strides2",
+    "moe_kernel.impl.fused_experts.experts.c_strides1",
+    "moe_kernel.impl.fused_experts.experts.c_strides2",
 )
 SCALES = ("moe_quant_config._w1.scale", "moe_quant_config._w2.scale")
 
@@ -88,11 +93,13 @@ def sync_a_b_a(
     scales = {engine.query_scale()}
 
     weights_a = stream_of(learner)
+    # The learner's own weights are those of B from here on.
     with torch.no_grad():
         for parameter in learner.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     weights_b = stream_of(learner)
 
+    # Copies after each sync: what the engine has is written in place by the next one.
     engine.sync(weights_a)
     scales.add(engine.query_scale())
     after_a = engine.copies()
@@ -107,7 +114,7 @@ def sync_a_b_a(
     scales.add(engine.query_scale())
     again = engine.copies()
     if repacked_twice:
-        again = {name: _repacked_again(name, tensor) for name, tensor in again.items()}
+        _repack_again(again)
 
     return Syncs(
         kernel=engine.kernel(),
@@ -115,7 +122,7 @@ def sync_a_b_a(
         moved=moved(places, engine),
         scales=scales,
         same_in_b=same_in_b(after_a, after_b),
-        not_a_again=[name for name, tensor in after_a.items() if name not in again or not same(tensor, again[name])],
+        not_a_again=different(after_a, again),
     )
 
 
@@ -123,11 +130,14 @@ def stream_of(learner: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of what a sync sends."""
     from qarl_trl.quant import iter_low_bit_weights
 
-    return {name: tensor.clone() for name, tensor in iter_low_bit_weights(learner, stacked=True)}
+    return copies(iter_low_bit_weights(learner, stacked=True))
 
 
-def _repacked_again(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.flip(0) if name.endswith("down_proj.weight_packed") else tensor
+def _repack_again(tensors: dict[str, torch.Tensor]) -> None:
+    """Permute those of one layer in each block once more."""
+    for name, tensor in tensors.items():
+        if name.endswith("down_proj.weight_packed"):
+            tensors[name] = tensor.flip(0)
 
 
 def moved(places: dict[str, torch.Tensor], engine: Engine) -> list[str]:
@@ -144,6 +154,7 @@ def same_in_b(after_a: dict[str, torch.Tensor], after_b: dict[str, torch.Tensor]
     """Tensors of more than a few elements that should differ and do not."""
     names = []
     for name, tensor in after_a.items():
+        # Of a few numbers, as a scale of a layer, two syncs may have the same by chance.
         depends_on_weights = tensor.numel() > 4 and not name.endswith(ALIKE_IN_ALL_SYNCS)
         if depends_on_weights and same(tensor, after_b[name]):
             names.append(name)
@@ -152,9 +163,17 @@ def same_in_b(after_a: dict[str, torch.Tensor], after_b: dict[str, torch.Tensor]
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both have the same bytes, in whatever shape."""
-    one = one.contiguous().flatten().view(torch.uint8)
-    other = other.contiguous().flatten().view(torch.uint8)
-    return torch.equal(one, other)
+    # A tensor without dimensions cannot be viewed as bytes.
+    return torch.equal(as_bytes(one.flatten()), as_bytes(other.flatten()))
+
+
+def different(expected: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[str]:
+    """The names in `expected` whose bytes are others, or missing, in `tensors`."""
+    names = []
+    for name, tensor in expected.items():
+        if name not in tensors or not same(tensor, tensors[name]):
+            names.append(name)
+    return names
 
 
 def sync_all_cells(folder: str, capability: tuple[int, int]) -> dict[tuple[str, str], Syncs]:
@@ -168,6 +187,7 @@ def sync_all_cells(folder: str, capability: tuple[int, int]) -> dict[tuple[str, 
 
 def sync_without_deep_gemm(folder: str, kind: str, capability: tuple[int, int]) -> Syncs:
     """FP8_BLOCK on the kernels that vLLM chooses next."""
+    # Of the process, which is this engine's own.
     os.environ["VLLM_USE_DEEP_GEMM"] = "0"
     return sync_a_b_a(folder, kind, "FP8_BLOCK", capability)
 
@@ -195,6 +215,7 @@ def answers() -> dict[str, dict[str, bool]]:
     """For each generation what vLLM asks before it chooses a kernel for FP8."""
     of_generations = {}
     for generation, capability in GPU_GENERATIONS.items():
+        # One after the other in one process: an answer that vLLM has cached would be the one before.
         with cuda(capability):
             from vllm.model_executor.layers.quantization.utils import w8a8_utils
             from vllm.platforms import current_platform
@@ -238,15 +259,24 @@ def errors_of_questions() -> dict[str, str]:
 
 def kernels_on_the_page(generation: str) -> dict[str, str]:
     """What dev/gpu.md says of each scheme."""
-    rows = [line.removesuffix(" |").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    header = next(row for row in rows if row[0] == "| scheme")
-    (column,) = [index for index, name in enumerate(header) if name.startswith(generation)]
-    return {row[0].removeprefix("| ").strip("`"): row[column] for row in rows if row[0].startswith("| `")}
+    column = None
+    kernels = {}
+    for line in PAGE.read_text().splitlines():
+        cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
+        if line.startswith("| scheme |"):
+            # The header of the only table of kernels: "Hopper (9.0)" and so on.
+            (heading,) = [cell for cell in cells if cell.startswith(generation)]
+            column = cells.index(heading)
+        elif line.startswith("| `") and column is not None:
+            kernels[cells[0].strip("`")] = cells[column]
+    return kernels
 
 
 def kernels_of(results: dict[tuple[str, str], Syncs], scheme: str) -> str:
     """The kernel of dense models, which is one, and that of experts."""
-    (kernel,) = {results[kind, scheme].kernel for kind in DENSE}
+    kernel = results[DENSE[0], scheme].kernel
+    for kind in DENSE:
+        assert results[kind, scheme].kernel == kernel, kind
     if (EXPERTS, scheme) not in results:
         return kernel
     return f"{kernel}, {results[EXPERTS, scheme].kernel}"
@@ -258,6 +288,7 @@ def test_after_syncs_and_sleeps_every_tensor_is_in_its_place_with_its_bytes(gene
 
     for cell, syncs in results.items():
         assert_faultless(syncs, cell)
+    # A test that syncs into another kernel than users get would show nothing, and the page tells users which it is.
     on_the_page = kernels_on_the_page(generation)
     for scheme in SCHEMES:
         assert on_the_page[scheme] == kernels_of(results, scheme), f"dev/gpu.md: {scheme} on {generation}"
@@ -273,6 +304,7 @@ def test_ranks_of_an_engine_keep_their_parts(kind, scheme, tmp_path):
     for rank in ranks:
         assert_faultless(rank)
         assert rank.kernel == alone.kernel
+        # Half of the layers; norms are whole in each.
         assert rank.elements < 0.75 * alone.elements
 
 
@@ -305,20 +337,23 @@ def test_padded_biases_are_filled(scheme, tmp_path):
 def test_a_second_repack_is_found(tmp_path):
     syncs = isolated(sync_a_b_a, str(tmp_path), "qwen2", "W4A16", HOPPER, WHOLE_TILES, True)
 
-    assert syncs.not_a_again == [f"model.layers.{i}.mlp.down_proj.weight_packed" for i in (0, 1)]
+    first = "model.layers.0.mlp.down_proj.weight_packed"
+    second = "model.layers.1.mlp.down_proj.weight_packed"
+    assert syncs.not_a_again == [first, second]
 
 
 def test_a_reload_of_vllm_moves_what_graphs_of_experts_read(tmp_path):
     """When this fails vLLM has been repaired."""
     syncs = isolated(sync_with_reload_of_vllm, str(tmp_path), EXPERTS, "FP8_DYNAMIC", WHOLE_TILES, HOPPER)
 
-    method = "model.layers.0.mlp.experts.routed_experts.quant_method"
-    assert {f"{method}.{part}" for part in (*STRIDES, *SCALES)} <= set(syncs.moved)
+    for part in (*STRIDES, *SCALES):
+        assert f"model.layers.0.mlp.experts.routed_experts.quant_method.{part}" in syncs.moved
 
 
 def test_constants_of_a_kept_kernel_must_be_filled(tmp_path):
     syncs = isolated(sync_without_constants, str(tmp_path))
 
+    # In their places, so that addresses alone would not show it.
     assert syncs.moved == []
     assert syncs.not_a_again
     assert all(name.endswith(STRIDES) for name in syncs.not_a_again)
@@ -341,7 +376,7 @@ def test_a_reload_of_vllm_stops_at_biases(scheme, sizes, tmp_path):
 def test_the_pretended_gpu_answers_as_one_of_its_generation():
     yes = {}
     for generation, answer in isolated(answers).items():
-        yes[generation] = {question for question in answer if answer[question]}
+        yes[generation] = set(filter(answer.get, answer))
 
     newest = {"FP8", "CUTLASS", "CUTLASS for blocks", "CUTLASS for experts", "DeepGEMM"}
     assert yes == {"Ampere": set(), "Ada": {"FP8", "CUTLASS"}, "Hopper": newest, "Blackwell": newest}

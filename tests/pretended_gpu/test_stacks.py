@@ -11,11 +11,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from slow.isolated import isolated, isolated_group
+from slow.toys import copies
 
 from qarl_trl.quant.supported import GPU_GENERATIONS
 
 from .engine import WHOLE_TILES, Engine, make_learner
-from .test_reload import EXPERTS, HOPPER, SCHEMES, same, stream_of
+from .test_reload import EXPERTS, HOPPER, SCHEMES, different, stream_of
 
 
 pytestmark = pytest.mark.slow
@@ -52,18 +53,23 @@ def load_both_ways(
 
     learner = make_learner(EXPERTS, scheme, SIZES)
     engine = Engine(folder, learner, capability, expert_parallel)
-    one_by_one = {name: tensor.clone() for name, tensor in iter_low_bit_weights(learner)}
+    one_by_one = copies(iter_low_bit_weights(learner))
     stacks = stream_of(learner)
     assert len(stacks) < len(one_by_one)
 
     calls_one_by_one = calls_of_expert_loaders(engine, lambda: engine.sync(one_by_one))
     expected = engine.copies()
 
+    # Between the two, so that nothing is equal because nobody wrote it.
     engine.sleep()
     calls_of_stacks = calls_of_expert_loaders(engine, lambda: engine.sync(stacks))
     differing = differing_tensors(expected, engine)
 
-    engine.sync({name: exchanged(name, tensor) for name, tensor in stacks.items()})
+    # Control: stacks in which the experts have changed their places.
+    of_other_experts = {}
+    for name, tensor in stacks.items():
+        of_other_experts[name] = exchanged(name, tensor)
+    engine.sync(of_other_experts)
     return Loaded((calls_one_by_one, calls_of_stacks), differing, differing_tensors(expected, engine))
 
 
@@ -73,6 +79,7 @@ def calls_of_expert_loaders(engine: Engine, sync: Callable[[], None]) -> int:
     from vllm.model_executor.model_loader.reload import layerwise
 
     calls = []
+    # vLLM's reload asks this of each call of a loader.
     load = layerwise.get_numel_loaded
 
     def counted(loader: Any, arguments: Any) -> Any:
@@ -93,7 +100,7 @@ def exchanged(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def differing_tensors(expected: dict[str, torch.Tensor], engine: Engine) -> list[str]:
     tensors = engine.tensors()
     assert tensors.keys() == expected.keys()
-    return [name for name, tensor in expected.items() if not same(tensor, tensors[name])]
+    return different(expected, tensors)
 
 
 def load_all_schemes(folder: str, capability: tuple[int, int]) -> dict[str, Loaded]:
@@ -125,6 +132,7 @@ def test_stacks_become_the_same_bytes(generation, tmp_path):
     for scheme, loaded in results.items():
         assert loaded.differing == [], scheme
         one_by_one, stacked = loaded.calls
+        # What stacks are for: each call of a loader takes Python's time.
         assert stacked == LAYERS * CALLS[scheme], scheme
         assert one_by_one >= EXPERTS_OF_LAYER * stacked, scheme
         # Control.
@@ -157,6 +165,7 @@ def test_a_rank_with_a_part_of_each_expert_takes_stacks(scheme, tmp_path):
 def test_a_rank_with_some_of_the_experts_gets_them_one_by_one(scheme, tmp_path):
     ranks = isolated_group(load_both_ways, 2, str(tmp_path), scheme)
 
+    # `load_stacks` leaves them to vLLM's loader, which knows which experts a rank has.
     for loaded in ranks:
         assert loaded.differing == []
         assert loaded.differing_exchanged

@@ -12,10 +12,15 @@ def quantize_tokens_float8(x):
     quantized = []
     scales = []
     for row in x.tolist():
+        # vLLM's smallest scale, so that a row of zeros is not divided by 0.
         scale = max(f32(amax(row) / 448), f32(1 / (448 * 512)))
         inverse = f32(1 / scale)
         scales.append([scale])
-        quantized.append([float8_byte_saturated(f32(v * inverse)) for v in row])
+
+        quantized_row = []
+        for v in row:
+            quantized_row.append(float8_byte_saturated(f32(v * inverse)))
+        quantized.append(quantized_row)
 
     return torch.tensor(quantized, dtype=torch.uint8), torch.tensor(scales, dtype=torch.float32)
 
@@ -31,11 +36,12 @@ def int4_float8_table(quantized, scales):
 
     rows = []
     for codes, group_bytes in zip(quantized, scale_bytes.tolist(), strict=True):
-        group_size = len(codes) // len(group_bytes)
-        eighths = [float8_value(float8_byte(float8_value(byte) / 8)) for byte in group_bytes]
         row = []
-        for j, code in enumerate(codes):
-            row.append(float8_value(float8_byte(code * eighths[j // group_size])))
+        for group, byte in zip(split(codes, len(codes) // len(group_bytes)), group_bytes, strict=True):
+            # Rounded twice: the eighth of a scale, and each product with it.
+            eighth = float8_value(float8_byte(float8_value(byte) / 8))
+            for code in group:
+                row.append(float8_value(float8_byte(code * eighth)))
         rows.append(row)
 
     return torch.tensor(rows), channel_scales * 8
@@ -49,6 +55,7 @@ def quantize_groups_float8(x, group_size=128):
         quantized_row = []
         scale_row = []
         for group in split(row, group_size):
+            # vLLM's `eps`, which a group of zeros has as its largest number.
             scale = f32(max(f32(1e-10), amax(group)) / 448)
             scale_row.append(scale)
             for v in group:
@@ -68,8 +75,14 @@ def quantize_tokens_int8(x):
         scales.append([scale])
 
         inverse = f32(1 / scale) if scale else math.inf
-        # 0 is 0 also where the reciprocal is infinite.
-        quantized.append([round(clamped(f32(v * inverse), 8)) if v else 0 for v in row])
+        quantized_row = []
+        for v in row:
+            # 0 is 0 also where the reciprocal is infinite.
+            code = 0
+            if v:
+                code = round(clamped(f32(v * inverse), 8))
+            quantized_row.append(code)
+        quantized.append(quantized_row)
 
     return torch.tensor(quantized, dtype=torch.int8), torch.tensor(scales, dtype=torch.float32)
 
@@ -79,6 +92,7 @@ def quantize_tokens_int8_asymmetric(x):
     quantized = []
     scales = []
     for row in x.tolist():
+        # Zero is always in the range, so that it is exact.
         low = min(0.0, *row)
         high = max(0.0, *row)
         steps = 1.0 if low == high else f32(255 / f32(high - low))
@@ -126,7 +140,9 @@ def int4_int8_gemm(x, quantized, scales, truncate=None):
         for codes, channel_scales in zip(quantized, scales, strict=True):
             total = 0.0
             for a, w, scale in zip(token_groups, split(codes, group_size), channel_scales, strict=True):
+                # Integers, whose sum is exact in any order.
                 product = sum(a_i * w_i for a_i, w_i in zip(a, w, strict=True))
+                # float32 after each operation, in the order of the kernel.
                 total = f32(total + f32(product * scale))
             row.append(to_bf16(f32(total * token_scale)))
         rows.append(row)

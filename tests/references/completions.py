@@ -6,7 +6,11 @@ import math
 
 def counted_tokens(mask):
     """Positions of the tokens of a completion that count."""
-    return [token for token, counts in enumerate(mask) if counts]
+    tokens = []
+    for token, counts in enumerate(mask):
+        if counts:
+            tokens.append(token)
+    return tokens
 
 
 def mismatch_weight(old, sampling, mask, cap):
@@ -14,6 +18,7 @@ def mismatch_weight(old, sampling, mask, cap):
     tokens = counted_tokens(mask)
 
     total = 0.0
+    # The mean below is also over those that the engine could not score.
     for t in tokens:
         if not math.isnan(sampling[t]):
             total += old[t] - sampling[t]
@@ -35,8 +40,12 @@ def tbpo(logps, old, sampling, advantages, mask, *, epsilon_high, delta_low, del
 
     for i, advantage in enumerate(advantages):
         tokens = counted_tokens(mask[i])
+        # Of an empty completion the ratio is 1: it counts among the completions, and has no gradient.
         length = max(len(tokens), 1)
-        ratio = math.exp(sum(logps[i][t] - old[i][t] for t in tokens) / length)
+        log_ratio = 0.0
+        for t in tokens:
+            log_ratio += logps[i][t] - old[i][t]
+        ratio = math.exp(log_ratio / length)
 
         weight = 1.0
         if sampling is not None:
@@ -62,7 +71,7 @@ def tbpo(logps, old, sampling, advantages, mask, *, epsilon_high, delta_low, del
 
 def positive_advantages(advantages):
     """What positive-only GRPO learns from: a list of numbers."""
-    return [advantage if advantage > 0 else 0.0 for advantage in advantages]
+    return [max(advantage, 0.0) for advantage in advantages]
 
 
 def quantile(values, q):
@@ -92,13 +101,16 @@ def ratio_metrics(rows, band, prefix):
 
     for logps, old, mask, advantage, error in rows:
         counted = counted_tokens(mask)
-        steps = [logps[t] - old[t] for t in counted]
-        ratio = math.exp(sum(steps) / max(len(steps), 1))
+        log_ratio = 0.0
+        for t in counted:
+            step = logps[t] - old[t]
+            log_ratio += step
+            # `expm1` keeps the digits that exp(step) - 1 loses next to 1.
+            k3 += math.expm1(step) - step
+            errors += error[t]
+        ratio = math.exp(log_ratio / max(len(counted), 1))
         ratios.append(ratio)
-
-        k3 += sum(math.expm1(step) - step for step in steps)
         tokens += len(counted)
-        errors += sum(error[t] for t in counted)
 
         if advantage > 0:
             positive.append(ratio)
@@ -108,6 +120,7 @@ def ratio_metrics(rows, band, prefix):
             beyond["neg_low"] += ratio < neg_low
             beyond["neg_high"] += ratio > neg_high
 
+    # Shares of all completions, not of those with the sign.
     metrics = {"ratio/min": min(ratios), "ratio/max": max(ratios)}
     for bound, number in beyond.items():
         metrics[f"ratio/{prefix}{bound}_frac"] = number / len(rows)
@@ -131,20 +144,21 @@ def error_tokens(ids, *, ngram, copies, window, density):
         first = t - ngram + 1
         ngrams.append(tuple(ids[first : t + 1]) if first >= 0 else None)
 
+    # Backwards alone: the first occurrences of a loop are no copies.
     is_copy = []
     for t in range(length):
         is_copy.append(ngrams[t] is not None and ngrams[:t].count(ngrams[t]) >= copies)
 
     is_error = [False] * length
     for start in range(length - window + 1):
-        tokens = range(start, start + window)
-        if sum(is_copy[t] for t in tokens) >= density * window:
-            for t in tokens:
-                is_error[t] = is_copy[t]
+        end = start + window
+        # An error in one window stays one: those that overlap it may be less dense.
+        if sum(is_copy[start:end]) >= density * window:
+            is_error[start:end] = is_copy[start:end]
     return is_error
 
 
 def pass_at_k(rewards, k):
     """Share of all ways to draw `k` of the completions in which at least one is correct."""
     draws = list(itertools.combinations(rewards, k))
-    return sum(any(draw) for draw in draws) / len(draws)
+    return sum(map(any, draws)) / len(draws)

@@ -16,6 +16,7 @@ def float32_of_bits(bits):
 
 def f32(x):
     """The nearest float32; what is too large becomes infinite."""
+    # C's conversion, with ties to even; Python refuses what C would make infinite.
     try:
         return struct.unpack("<f", struct.pack("<f", x))[0]
     except OverflowError:
@@ -45,6 +46,7 @@ def float8_byte(x):
     sign = 0x80 if math.copysign(1, x) < 0 else 0
     size = abs(x)
 
+    # -6 is the smallest one, which subnormal numbers share.
     exponent = -6
     if size > 0:
         exponent = max(math.frexp(size)[1] - 1, -6)
@@ -59,6 +61,7 @@ def float8_value(byte):
     exponent = (byte >> 3) & 15
     mantissa = byte & 7
 
+    # The bias is 7, and three bits of mantissa are behind the point.
     size = (8 + mantissa) * 2.0 ** (exponent - 10)
     if exponent == 0:
         size = mantissa * 2.0**-9  # subnormal
@@ -75,6 +78,7 @@ def float4_code(x):
     sign = 8 if math.copysign(1, x) < 0 else 0
     size = min(abs(x), 6.0)
 
+    # 2 steps to a power of two, and 0.5 below 1 as the only subnormal number.
     exponent = 0
     if size > 0:
         exponent = max(math.frexp(size)[1] - 1, 0)
@@ -86,7 +90,7 @@ def float4_code(x):
 
 def bf16_rows(weight):
     """The rows of a matrix as lists of bfloat16 numbers."""
-    return [[bf16(x) for x in row] for row in weight.tolist()]
+    return [list(map(bf16, row)) for row in weight.tolist()]
 
 
 def split(row, size):
@@ -96,7 +100,7 @@ def split(row, size):
 
 def amax(numbers):
     """The largest absolute value."""
-    return max(abs(x) for x in numbers)
+    return max(map(abs, numbers))
 
 
 def clamped(x, bits):

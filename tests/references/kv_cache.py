@@ -18,8 +18,11 @@ def magnitudes(cache_dtype):
         for mantissa in range(2**mantissa_bits):
             # The smallest exponent has no leading one: subnormal numbers.
             leading = 2**mantissa_bits if exponent else 0
-            numbers.append((leading + mantissa) * 2.0 ** (max(exponent, 1) - bias - mantissa_bits))
-    return [number for number in numbers if number <= largest]
+            number = (leading + mantissa) * 2.0 ** (max(exponent, 1) - bias - mantissa_bits)
+            # The codes above stand for NaN and infinity.
+            if number <= largest:
+                numbers.append(number)
+    return numbers
 
 
 def cut_off(x, numbers):

@@ -15,6 +15,7 @@ def straight_through(x, low_bit_weight, grad):
 
     grad_x = torch.zeros_like(x)
     grad_master = torch.zeros_like(low_bit_weight)
+    # Sums of outer products, written out.
     for token in range(len(x)):
         for out in range(len(low_bit_weight)):
             grad_x[token] += grad[token, out] * low_bit_weight[out]
@@ -33,7 +34,7 @@ def experts(x, gate, up, down, chosen, routing, grad, quantize_input=lambda row:
     intermediate)`; chosen and routing `(tokens, top_k)`; grad like x; quantize_input: what the layer does to an input
     row. Returns: y and the gradients by x, gate, up, down and routing.
     """
-    x, gate, up, down, routing, grad = (tensor.double() for tensor in (x, gate, up, down, routing, grad))
+    x, gate, up, down, routing, grad = map(torch.Tensor.double, (x, gate, up, down, routing, grad))
 
     y = torch.zeros_like(x)
     grad_x = torch.zeros_like(x)
@@ -73,12 +74,14 @@ def experts(x, gate, up, down, chosen, routing, grad, quantize_input=lambda row:
 def logps_of_each_alone(model, input_ids, attention_mask, logits_to_keep):
     """Log-probs `(B, logits_to_keep)`: each sequence through the model by itself, zero where padded."""
     rows, length = input_ids.shape
+    # The columns of prompts are not scored.
     first_kept = length - logits_to_keep
 
     logps = torch.zeros(rows, logits_to_keep)
     for row in range(rows):
-        columns = [column for column in range(length) if attention_mask[row, column]]
+        columns = attention_mask[row].nonzero().flatten().tolist()
         tokens = input_ids[row, columns]
+        # Without a mask and without positions: by itself a sequence needs neither.
         logits = model(input_ids=tokens[None]).logits[0].float()
 
         # The first token has no prediction.
@@ -104,6 +107,7 @@ def muon(weight, grads, *, lr, momentum, weight_decay, adjust_lr_fn, nesterov=Tr
         if nesterov:
             direction = momentum * average + (1 - momentum) * grad.double()
 
+        # Newton-Schulz: by these coefficients singular values come near 1 fast, and not exactly there.
         x = direction / direction.norm()
         for _ in range(ns_steps):
             x = 3.4445 * x - 4.7750 * (x @ x.T) @ x + 2.0315 * (x @ x.T) @ (x @ x.T) @ x

@@ -36,6 +36,7 @@ def quantize_int(weight, bits, group_size=None):
         quantized_row = []
         scale_row = []
         for group in split(row, group_size or len(row)):
+            # Of 4 bits the largest weight is 7.5 scales, halfway: 7 by the clamp, or -8 if it is negative.
             scale = bf16(amax(group) / half_range) or BF16_EPS
             scale_row.append(scale)
             for x in group:
@@ -96,7 +97,7 @@ def quantize_float4(weight):
     Quantized values are of float32 quotients, weight / (scale / global scale).
     """
     rows = bf16_rows(weight)
-    largest = max(amax(row) for row in rows)
+    largest = max(map(amax, rows))
     # As torch divides a number by a tensor: by a product with its reciprocal.
     global_scale = bf16(448 * 6 * bf16(1 / largest))
 
@@ -127,6 +128,7 @@ def pack_int(quantized, bits):
 
     packed = []
     for row in quantized:
+        # Up to a whole word, by codes whose bits are 0.
         padded = row + [-half] * (-len(row) % per_word)
         words = []
         for codes in split(padded, per_word):
@@ -149,7 +151,8 @@ def pack_int4(quantized):
 
 def pack_zero_points(zero_points):
     """Zero points of eight output channels to an int32: rows `(out, groups)` to `(out / 8, groups)`."""
-    by_group = [list(group) for group in zip(*zero_points, strict=True)]
+    # Packed along the output channels, where quantized values are packed along a row.
+    by_group = map(list, zip(*zero_points, strict=True))
     return pack_int4(by_group).t().contiguous()
 
 
@@ -181,8 +184,12 @@ def quantize_float8(weight):
     for row in bf16_rows(weight):
         scale = bf16(amax(row) / 448) or BF16_EPS
         scales.append([scale])
-        # Adding the zero point turns -0.0 into 0.0; a negative number that rounds to zero keeps its sign.
-        quantized.append([float8_byte_saturated(bf16(x / scale) + 0.0) for x in row])
+
+        quantized_row = []
+        for x in row:
+            # Adding the zero point turns -0.0 into 0.0; a negative number that rounds to zero keeps its sign.
+            quantized_row.append(float8_byte_saturated(bf16(x / scale) + 0.0))
+        quantized.append(quantized_row)
 
     return torch.tensor(quantized, dtype=torch.uint8), torch.tensor(scales, dtype=torch.bfloat16)
 
@@ -195,7 +202,10 @@ def quantize_float8_blocks(weight, height=128, width=128):
     for top in range(0, len(rows), height):
         scale_row = []
         for left in range(0, len(rows[0]), width):
-            largest = max(amax(row[left : left + width]) for row in rows[top : top + height])
+            largest = 0.0
+            # A block at the edge may be smaller.
+            for row in rows[top : top + height]:
+                largest = max(largest, amax(row[left : left + width]))
             scale_row.append(bf16(largest / 448) or BF16_EPS)
         scales.append(scale_row)
 
@@ -223,6 +233,7 @@ def dequantize_rows(quantized, scales, zero_points=None):
         for j, code in enumerate(codes):
             group = j // group_size
             zero_point = 0 if zero_points is None else zero_points[i][group]
+            # One rounding: a code less its zero point is exact.
             row.append(bf16((code - zero_point) * scales[i][group]))
         rows.append(row)
     return torch.tensor(rows, dtype=torch.bfloat16)

@@ -63,7 +63,9 @@ def isolated_group(function: Callable[..., Any], number: int, *args: Any, timeou
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
     }
-    environments = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(number)]
+    environments = []
+    for rank in range(number):
+        environments.append({"RANK": str(rank), "LOCAL_RANK": str(rank), **shared})
 
     # An engine over several processes on a CPU leaves its shared memory behind, and a worker of vLLM gives it the same
     # name in every run: what an earlier run left would be taken for this one's.
@@ -140,9 +142,11 @@ def _collect(name: str, children: list[_Child], timeout: float) -> list[Any]:
         if not ready:
             raise TimeoutError(f"{name} did not finish in {timeout} s")
 
+        # A set: of one child both may be ready, and it sends once.
         for rank in {rank_of[source] for source in ready}:
             results[rank] = _receive(name, children[rank])
 
+    # In the order of ranks, not of their ends.
     return [results[rank] for rank in range(len(children))]
 
 

@@ -105,9 +105,14 @@ def run(
 
 def random_kill(rng: random.Random, engine: bool) -> Kill:
     """A moment to kill at, see [`run`]."""
-    phases = [name for name in PHASES if engine or name not in ("sync", "sample")]
+    phases = list(PHASES)
+    if not engine:
+        # Transformers samples from the learner's own weights, within `train`.
+        phases.remove("sync")
+        phases.remove("sample")
     phase = rng.choice(phases)
 
+    # Beginnings that most runs get to: each start continues the run before it.
     if phase in ("start", "resume", "end"):
         number = 1
     elif phase in ("sync", "sample"):
@@ -299,7 +304,7 @@ def digests(trainer: Any) -> dict[str, str]:
         for key, value in state.items():
             tensors[f"state {index} {key}"] = torch.as_tensor(value)
 
-    return {name: _digest(tensor) for name, tensor in tensors.items()}
+    return dict(zip(tensors, map(_digest, tensors.values()), strict=True))
 
 
 def _digest(tensor: Any) -> str:

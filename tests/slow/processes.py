@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quant.schemes import as_bytes as bytes_of
 
 from qarl_trl.validate import placement
 from slow.toys import make_trainer
@@ -87,7 +88,12 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
     """The master weights of all processes. Collective."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+    weights = {}
+    # One after the other, in the same order in all processes: each is a collective under FSDP2.
+    for name, parameter in model.named_parameters():
+        weights[name] = whole(parameter)
+    return weights
 
 
 # Results are arrays: a tensor that goes through a pipe stays in memory that its process shares, and ends with it.
@@ -108,12 +114,14 @@ def as_tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 def as_bytes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     """Copies of low-bit tensors as bytes: numpy has neither bfloat16 nor float8."""
-    return {name: tensor.clone().contiguous().view(torch.uint8).numpy() for name, tensor in tensors}
+    return {name: bytes_of(tensor).numpy() for name, tensor in tensors}
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two collections of arrays have the same names and the same numbers."""
-    return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+    if a.keys() != b.keys():
+        return False
+    return all(np.array_equal(array, b[name]) for name, array in a.items())
 
 
 @torch.no_grad()

@@ -91,6 +91,7 @@ def _log(place: dict[str, Any]) -> Path:
 
 def wait_for(process: subprocess.Popen, place: dict[str, Any]) -> None:
     """Wait until a server answers."""
+    # Without a limit of its own: pytest's ends a server that neither answers nor dies.
     while process.poll() is None and not answers(f"{address(place)}/health"):
         time.sleep(0.2)
     assert process.poll() is None, _log(place).read_text()[-3000:]
@@ -99,8 +100,13 @@ def wait_for(process: subprocess.Popen, place: dict[str, Any]) -> None:
 def command_of(pid: int) -> tuple[list[str], dict[str, str]]:
     """The command line and the environment that a process has now: `qarl-trl serve` becomes vLLM's own server."""
     words = _strings(Path(f"/proc/{pid}/cmdline"))
-    entries = _strings(Path(f"/proc/{pid}/environ"))
-    return words, dict(entry.split("=", 1) for entry in entries)
+
+    environment = {}
+    for entry in _strings(Path(f"/proc/{pid}/environ")):
+        # Only the first one separates: values have some, too.
+        name, _, value = entry.partition("=")
+        environment[name] = value
+    return words, environment
 
 
 def _strings(file: Path) -> list[str]:
@@ -154,7 +160,13 @@ def sampled_tokens(place: dict[str, Any]) -> float:
     request.add_header("Authorization", f"Bearer {KEY}")
     with urllib.request.urlopen(request, timeout=60) as page:
         lines = page.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    tokens = 0.0
+    # One line for each engine of the server.
+    for line in lines:
+        if line.startswith("vllm:generation_tokens_total"):
+            tokens += float(line.split()[-1])
+    return tokens
 
 
 # Its trainers --------------------------------------------------------------------------------------------------------
@@ -169,6 +181,7 @@ def over_there(place: dict[str, Any], key: str | None = KEY, **changes: Any) -> 
 
     arguments = {
         "vllm_mode": "server",
+        # Most tests have a server that answers, and those of a dead one need not wait for a new one.
         "vllm_server_timeout": 5.0,
         "vllm_server_base_url": address(place),
         "sync_folder": f"{place['folder']}/syncs",

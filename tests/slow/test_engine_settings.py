@@ -13,7 +13,17 @@ import torch
 from transformers import TrainerCallback
 
 from slow.isolated import isolated
-from slow.toys import distinct_characters, engine_logprobs, make_tokenizer, make_trainer, prompts, save_model, settings
+from slow.toys import (
+    copies,
+    distinct_characters,
+    engine_logprobs,
+    logged,
+    make_tokenizer,
+    make_trainer,
+    prompts,
+    save_model,
+    settings,
+)
 
 
 pytestmark = pytest.mark.slow
@@ -41,8 +51,7 @@ def _engine_setting(**replaced: Any) -> Iterator[None]:
 
 def _completions(trainer: Any, number: int = 32) -> list[list[int]]:
     """Token ids of answers to a few prompts, which do not depend on the run, by the engine of a trainer."""
-    tokenizer = make_tokenizer()
-    prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in prompts(number)]
+    prompt_ids = make_tokenizer()(prompts(number)["prompt"][:])["input_ids"]
 
     # Not by `train`, whose order of prompts depends on the seed, too.
     engine = trainer.vllm_generation
@@ -110,15 +119,19 @@ def _completions_with_other_eos(model: str, folder: str, replaced: dict[str, Any
 def _ends_and_goes_on(completions: list[list[int]], token: str) -> tuple[int, int]:
     """How many completions end with a token, and how many go on after it."""
     token_id = make_tokenizer().convert_tokens_to_ids(token)
-    ending = [tokens for tokens in completions if tokens[-1] == token_id]
-    going_on = [tokens for tokens in completions if token_id in tokens[:-1]]
-    return len(ending), len(going_on)
+    ending = 0
+    going_on = 0
+    for tokens in completions:
+        ending += tokens[-1] == token_id
+        going_on += token_id in tokens[:-1]
+    return ending, going_on
 
 
 def test_the_eos_token_of_the_processing_class_ends_answers(tmp_path):
     completions = isolated(_completions_with_other_eos, save_model(tmp_path / "model"), str(tmp_path / "run"), {})
 
     ending, going_on = _ends_and_goes_on(completions, OTHER_EOS)
+    # Of 64 answers, so that the second number is no accident.
     assert ending > 5
     assert going_on == 0
     # The token of the model's files ends them still, as it does in TRL.
@@ -168,7 +181,7 @@ class EvaluateOtherWeights(TrainerCallback):
             self.engine_moved = engine_logprobs(llm) != answers
 
     def _evaluate_other_weights(self, model: torch.nn.Module) -> None:
-        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        weights = copies(model.state_dict().items())
         model.load_state_dict(self.other_weights)
         self.trainer.evaluate()
         model.load_state_dict(weights)
@@ -192,10 +205,15 @@ def _swap_weights(model: str, other: str, folder: str, stock_evaluate: bool) -> 
     trainer.add_callback(callback)
     trainer.train()
 
-    log = trainer.state.log_history
-    rollouts = {row["step"]: row["mismatch/logp_diff_mean"] for row in log if "mismatch/logp_diff_mean" in row}
-    evaluations = [row["eval_mismatch/logp_diff_mean"] for row in log if "eval_mismatch/logp_diff_mean" in row]
-    return {"rollouts": rollouts, "evaluations": evaluations, "engine moved": callback.engine_moved}
+    rollouts = {}
+    for row in trainer.state.log_history:
+        if "mismatch/logp_diff_mean" in row:
+            rollouts[row["step"]] = row["mismatch/logp_diff_mean"]
+    return {
+        "rollouts": rollouts,
+        "evaluations": logged(trainer, "eval_mismatch/logp_diff_mean"),
+        "engine moved": callback.engine_moved,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +275,7 @@ def _train_with_added_tokens(model: str, folder: str) -> list[float]:
 
     from qarl_trl import QaRLConfig, QaRLTrainer
 
+    # To 77 tokens, beyond the 64 that the file says.
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([f"<new{number}>" for number in range(60)])
     learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -271,7 +290,7 @@ def _train_with_added_tokens(model: str, folder: str) -> list[float]:
     )
     assert tokenizer("<new59>")["input_ids"] == [76]  # above the 64 tokens of the file
     trainer.train()
-    return [row["mismatch/logp_diff_mean"] for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
+    return logged(trainer, "mismatch/logp_diff_mean")
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"], ids=["tied", "untied"])
@@ -310,9 +329,15 @@ def test_answers_that_ended_on_a_stop_string_are_not_counted_as_cut_off(tmp_path
     tokenizer = make_tokenizer()
     # A padding token counts as an end for TRL, too.
     stop, end, pad = tokenizer.convert_tokens_to_ids(["#", EOS_OF_FILES, "<pad>"])
-    last = [tokens[-1] for tokens in run["answers"]]
-    ended = [len(tokens) for tokens, token in zip(run["answers"], last, strict=True) if token in (stop, end, pad)]
-    assert run["log"]["completions/clipped_ratio"] == pytest.approx(1 - len(ended) / len(last))
-    assert run["log"]["completions/mean_terminated_length"] == pytest.approx(sum(ended) / len(ended))
+    lengths_of_ended = []
+    at_stop = 0
+    for tokens in run["answers"]:
+        if tokens[-1] in (stop, end, pad):
+            lengths_of_ended.append(len(tokens))
+        at_stop += tokens[-1] == stop
+
+    ended = len(lengths_of_ended)
+    assert run["log"]["completions/clipped_ratio"] == pytest.approx(1 - ended / len(run["answers"]))
+    assert run["log"]["completions/mean_terminated_length"] == pytest.approx(sum(lengths_of_ended) / ended)
     # Control: TRL counts fewer.
-    assert last.count(stop) > 0
+    assert at_stop > 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def _one_engine(model: str, folder: str) -> dict[str, Any]:
 
     results["text"] = _generated_text(engine)
     _, logps = engine_logprobs(engine.llm)
-    results["finite"] = [math.isfinite(logp) for row in logps for logp in row]
+    results["finite"] = bool(torch.tensor(logps).isfinite().all())
     results["asleep"] = _sync_asleep(engine)
     results["incomplete"] = _incomplete_syncs(engine)
     return results
@@ -128,12 +127,18 @@ def _incomplete_syncs(engine: Any) -> dict[str, str]:
 
     messages = {}
     for lost in ("nothing", *LOST):
-        stream = ((name, tensor) for name, tensor in engine._iter_named_params() if f"layers.1.{lost}" not in name)
         try:
-            reload_engine(engine.llm, stream)
+            reload_engine(engine.llm, _stream_without(engine, f"layers.1.{lost}"))
         except RuntimeError as error:
             messages[lost] = str(error)
     return messages
+
+
+def _stream_without(engine: Any, part: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a sync sends, but for tensors with this part in their names."""
+    for name, tensor in engine._iter_named_params():
+        if part not in name:
+            yield name, tensor
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +149,7 @@ def engine(tmp_path_factory):
 
 def test_scales_of_cache_and_queries_are_one(engine):
     """vLLM's loader of random weights draws them too, no sync brings them, and kernels for float8 caches use them."""
-    assert all(engine["finite"])
+    assert engine["finite"]
     for when in ("start", "first sync", "second sync", "sync after a sleep"):
         assert engine[when] == [1.0] * 10
 
@@ -166,6 +171,8 @@ def test_an_incomplete_sync_stops_the_run(engine):
     # Control: a whole stream passes.
     assert messages.keys() == LOST.keys()
     for lost, merged in LOST.items():
+        # Packed values, scales and a shape. A merged layer has one place for the shapes of its parts, and another part
+        # has filled it.
         tensors = 3 if lost == merged else 2
         assert f"kept old values for {tensors} tensors" in messages[lost]
         assert f"model.layers.1.{merged}.weight_packed" in messages[lost]
@@ -205,6 +212,7 @@ def _sync_biases_once(
     """Whether layer and captured memory have the biases of a sync, which is told in which form to fill them."""
     from qarl_trl.rollout.vllm import reloading
 
+    # Other biases for each sync, or those of the sync before would do.
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             # Drawn for every parameter; only biases and norms move.

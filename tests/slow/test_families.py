@@ -32,6 +32,7 @@ def _train(model: str, folder: str, mended: bool) -> dict[str, Any]:
             trainer.train()
 
     trainer.save_model()
+    # The last sync of the run was before its last updates.
     trainer.vllm_generation.sync_weights()
     return {
         "class": type(trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.get_model()).__name__,

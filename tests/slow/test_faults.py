@@ -202,7 +202,9 @@ def test_nothing_is_sampled_from_an_engine_in_which_something_failed(tmp_path):
     assert "The engine returned 8 completions for 8 prompts, 1 of them empty" in results["empty returned"]
 
     assert results["sync"] == "ValueError: no such layer"
-    assert all("A sync of this engine failed earlier" in message for message in results["after that"])
+    # A run, another sync, a generation.
+    for message in results["after that"]:
+        assert "A sync of this engine failed earlier" in message
     # Control: the refusal is needed.
     assert not results["a weight sync heals"]
     assert "A sync of this engine failed earlier" in results["after Ctrl-C"]
@@ -355,8 +357,10 @@ def _rloo_of_two(model: str, folder: str) -> dict[str, Any]:
     results = {}
     for name, reward in rewards.items():
         values = settings(Path(folder) / name, use_vllm=False, bf16=False, max_completion_length=8, max_steps=1)
-        of_rloo = {key: value for key, value in values.items() if not key.startswith("tbpo_")}
-        args = LowBitRLOOConfig(**of_rloo, beta=0.0)
+        # RLOO has a loss of its own.
+        for field in ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high"):
+            del values[field]
+        args = LowBitRLOOConfig(**values, beta=0.0)
         trainer = LowBitRLOOTrainer(model, reward, args, train_dataset=prompts())
         assert trainer.accelerator.num_processes == 2
         results[name] = _timed_error(trainer)
@@ -381,7 +385,9 @@ def test_a_reward_of_rloo_that_fails_in_one_process_stops_both_at_once(tmp_path)
     print(first, second)
 
     for name, (words_of_first, words_of_second) in EXPECTED_OF_RLOO.items():
-        for (message, seconds), words in ((first[name], words_of_first), (second[name], words_of_second)):
-            assert words in message, name
-            # torch.distributed would wait for half an hour.
-            assert seconds < 60, name
+        first_message, first_seconds = first[name]
+        second_message, second_seconds = second[name]
+        assert words_of_first in first_message, name
+        assert words_of_second in second_message, name
+        # torch.distributed would wait for half an hour.
+        assert max(first_seconds, second_seconds) < 60, name

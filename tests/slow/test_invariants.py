@@ -14,12 +14,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from quant.schemes import same_bytes
 
 from slow.isolated import isolated
 from slow.toys import (
+    copies,
+    decoder_of,
     engine_logprobs,
     fresh_engine_logprobs,
     learner_logprobs,
+    logps_of_samples,
     make_trainer,
     random_adapter,
     randomize_adapter,
@@ -27,6 +31,7 @@ from slow.toys import (
     save_model,
     stored_tensors,
     sync,
+    trained_parameters,
 )
 
 
@@ -57,6 +62,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
 
     has_adapter = kind == "lora"
     adapter = random_adapter() if has_adapter else None
+    # With a KL penalty the reference is the base without its adapter: one more forward that must leave no trace.
     beta = 0.04 if has_adapter else 0.0
     trainer = make_trainer(model, Path(folder) / "run", adapter, quant_scheme=scheme, beta=beta)
     if has_adapter:
@@ -64,7 +70,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
 
     before = dict(iter_low_bit_weights(trainer.model))
     # The base beside an adapter; the reference model of `beta` needs it as it was.
-    frozen = _copy_parameters(trainer.model, trained=False)
+    frozen = _copy_frozen(trainer.model)
     trainer.train()
     frozen_kept = _holds(trainer.model, frozen)
 
@@ -85,7 +91,7 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
         "frozen_kept": frozen_kept,
         "changed": _changed_layers(before, saved),
         "saved_is_synced": set(saved) == set(synced) and _agree(saved, synced),
-        "forward_layers": len({name.rpartition(".")[0] for name in forward}),
+        "forward_layers": len(_layers_of(forward)),
         "forward_is_synced": _agree(forward, synced),
         "answers": answers,
         "answers_of_other": answers_of_other,
@@ -94,10 +100,12 @@ def _train_and_compare(model: str, folder: str, scheme: str, kind: str) -> dict[
     }
 
 
-def _copy_parameters(model: torch.nn.Module, trained: bool) -> Tensors:
-    """Copies of the parameters that are trained, or of the others."""
-    parameters = model.named_parameters()
-    return {name: p.detach().clone() for name, p in parameters if p.requires_grad == trained}
+def _copy_frozen(model: torch.nn.Module) -> Tensors:
+    """Copies of the parameters that are not trained."""
+    frozen = dict(model.named_parameters())
+    for name in trained_parameters(model):
+        del frozen[name]
+    return copies(frozen.items())
 
 
 def _holds(model: torch.nn.Module, values: Tensors) -> bool:
@@ -105,23 +113,21 @@ def _holds(model: torch.nn.Module, values: Tensors) -> bool:
     return all(torch.equal(parameters[name], value) for name, value in values.items())
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same bytes: NaN is equal to itself, and 0.0 is not equal to -0.0."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
 def _agree(tensors: Tensors, synced: Tensors) -> bool:
-    """Whether each tensor is that of the sync."""
-    return all(_same(tensor, synced[name]) for name, tensor in tensors.items())
+    """Whether each tensor is that of the sync, byte for byte: 0.0 is not -0.0, and NaN is equal to itself."""
+    return all(same_bytes(tensor, synced[name]) for name, tensor in tensors.items())
+
+
+def _layers_of(tensors: Tensors) -> set[str]:
+    """The layers that low-bit tensors belong to: names without `weight_packed`, `weight_scale` and so on."""
+    return {name.rpartition(".")[0] for name in tensors}
 
 
 def _changed_layers(before: Tensors, after: Tensors) -> list[str]:
     """The kinds of linear layers of which any low-bit tensor changed."""
     changed = set()
     for name, tensor in after.items():
-        if "_proj" in name and not _same(before[name], tensor):
+        if "_proj" in name and not same_bytes(before[name], tensor):
             _, layer, _ = name.rsplit(".", 2)
             changed.add(layer)
     return sorted(changed)
@@ -158,12 +164,11 @@ def _compare_samples(trainer: Any, number: int) -> dict[str, Any]:
     from qarl_trl.cpu_exact.ops import ATTENTION
 
     samples = sample(trainer.vllm_generation.llm, number)
-    engine = [torch.tensor(logps) for _, _, logps in samples]
+    engine = logps_of_samples(samples)
     learner = learner_logprobs(trainer.model, samples)
 
-    # The decoder, which a causal language model wraps, and peft once more.
-    decoder = next(module for module in trainer.model.modules() if hasattr(module, "rotary_emb"))
     # For the control: the rest of the learner keeps the engine's operations.
+    decoder = decoder_of(trainer.model)
     decoder.set_attn_implementation("sdpa")
     stock = learner_logprobs(trainer.model, samples[:16])
     decoder.set_attn_implementation(ATTENTION)
@@ -181,10 +186,12 @@ def _compare_samples(trainer: Any, number: int) -> dict[str, Any]:
 def _sync_another_and_back(trainer: Any) -> tuple[Any, Any]:
     """The engine's answers with other weights, and then with the trained ones again."""
     engine = trainer.vllm_generation
-    trained = _copy_parameters(trainer.model, trained=True)
+    trained = copies(trained_parameters(trainer.model).items())
 
-    # Far enough for other greedy answers.
-    _write(trainer.model, {name: value + 0.02 * torch.randn_like(value) for name, value in trained.items()})
+    with torch.no_grad():
+        for parameter in trained_parameters(trainer.model).values():
+            # Far enough for other greedy answers.
+            parameter.add_(0.02 * torch.randn_like(parameter))
     engine.sync_weights()
     answers_of_other = engine_logprobs(engine.llm)
 
@@ -265,8 +272,9 @@ def _compare_long_answers(model: str, folder: str) -> float:
     trainer = make_trainer(model, Path(folder), quant_scheme="FP8_DYNAMIC", **sizes)
     trainer.vllm_generation.sync_weights()
 
+    # All of one length, so that they are the rows of one matrix.
     samples = sample(trainer.vllm_generation.llm, 4, tokens=900, ignore_eos=True)
-    engine = torch.tensor([logps for _, _, logps in samples])
+    engine = torch.stack(logps_of_samples(samples))
     learner = torch.stack(learner_logprobs(trainer.model, samples))
     return (engine != learner).float().mean().item()
 

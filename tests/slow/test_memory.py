@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from qarl_trl.tools.plan import model as meta
 from qarl_trl.tools.plan.memory.engine import cache_bytes, cache_tokens, synced_bytes
 from qarl_trl.tools.plan.memory.learner import trained_bytes
 from slow.isolated import isolated, isolated_group
-from slow.test_processes import _trainer
+from slow.processes import trainer_of_two
 from slow.toys import make_trainer, save_model
 
 
@@ -73,6 +74,7 @@ def test_bytes_of_a_sync_and_of_the_engine_that_took_it(tmp_path):
     sizes = isolated(_engine_sizes, model, str(tmp_path), "FP8_DYNAMIC")
 
     assert sizes.synced == planned != of_other_scheme  # control
+    # The plan's bytes a token are the engine's own; how much it may have for its cache is a setting.
     assert cache_tokens(run) == cache_bytes(run) * sizes.cache_tokens // sizes.cache > 0
     assert sizes.parameters == pytest.approx(sizes.synced, rel=0.02)
     assert sizes.parameters != pytest.approx(of_other_scheme, rel=0.02)  # control
@@ -87,33 +89,39 @@ class GradientBytes(TrainerCallback):
     held = 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        self.held = sum(param.grad.to_local().nbytes for param in model.parameters())
+        self.held = _local_bytes(param.grad for param in model.parameters())
 
 
 def _shards(model: str, folder: str) -> dict[str, int]:
     """The bytes that this process holds."""
     changes = {"use_vllm": False, "max_completion_length": 8, "max_steps": 1, "optim_muon": True}
-    trainer = _trainer(model, folder, True, **changes)
+    trainer = trainer_of_two(model, folder, True, **changes)
     gradients = GradientBytes()
     trainer.add_callback(gradients)
     trainer.train()
 
-    optimizer_state = 0
+    state = []
     for of_param in trainer.optimizer.optimizer.state.values():
         for value in of_param.values():
             if isinstance(value, torch.Tensor):
-                optimizer_state += getattr(value, "_local_tensor", value).nbytes
+                state.append(value)
 
-    quantized_values = 0
+    # Under FSDP2 the store keeps the rows of this process.
+    quantized_values = []
     for weight in trainer.low_bit_store.kept().values():
-        quantized_values += sum(tensor.nbytes for tensor in weight.tensors.values())
+        quantized_values += weight.tensors.values()
 
     return {
-        "quantized values": quantized_values,
-        "master weights": sum(param.to_local().nbytes for param in trainer.model.parameters()),
+        "quantized values": _local_bytes(quantized_values),
+        "master weights": _local_bytes(trainer.model.parameters()),
         "gradients": gradients.held,
-        "optimizer state": optimizer_state,
+        "optimizer state": _local_bytes(state),
     }
+
+
+def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors in this process, which has a shard of each `DTensor`."""
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors)
 
 
 def test_shards_of_two_processes(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slow.isolated import isolated
-from slow.toys import make_trainer, random_adapter, randomize_adapter, save_model
+from slow.toys import logged, make_trainer, random_adapter, randomize_adapter, save_model
 
 
 pytestmark = pytest.mark.slow
@@ -53,11 +53,17 @@ def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, flo
         randomize_adapter(trainer.model)
     trainer.train()
 
-    rows = [row for row in trainer.state.log_history if "mismatch/logp_diff_mean" in row]
+    tokens = 0.0
+    first_ratios = []
+    for row in trainer.state.log_history:
+        # Of a rollout, whose first update has the learner that sampled.
+        if "mismatch/logp_diff_mean" in row:
+            tokens += row["num_tokens"] - PROMPT_TOKENS
+            first_ratios.append(row["ratio/max"])
     return {
-        "logp_diff": float(np.mean([row["mismatch/logp_diff_mean"] for row in rows])),
-        "tokens": float(sum(row["num_tokens"] for row in rows)) - PROMPT_TOKENS * len(rows),
-        "first_ratio": max(abs(row["ratio/max"] - 1) for row in rows),
+        "logp_diff": float(np.mean(logged(trainer, "mismatch/logp_diff_mean"))),
+        "tokens": tokens,
+        "first_ratio": float(np.abs(np.array(first_ratios) - 1).max()),
     }
 
 
@@ -65,7 +71,11 @@ def logp_diff(model: str, folder: str, changes: dict[str, Any]) -> dict[str, flo
 def logp_diffs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("logp_diff")
     model = save_model(folder / "model", layers=4)
-    return {name: isolated(logp_diff, model, str(folder / name), changes) for name, changes in ARMS.items()}
+
+    runs = {}
+    for name, changes in ARMS.items():
+        runs[name] = isolated(logp_diff, model, str(folder / name), changes)
+    return runs
 
 
 def test_the_logged_logp_diff_is_the_last_bit_of_float32(logp_diffs):
@@ -75,6 +85,7 @@ def test_the_logged_logp_diff_is_the_last_bit_of_float32(logp_diffs):
 
 
 def test_on_transformers_operations_the_aligned_logp_diff_is_the_bf16_floor(logp_diffs):
+    # One rounding elsewhere in the quantizer costs a multiple of the floor, not a tenth of it.
     assert logp_diffs["w4a16_stock"]["logp_diff"] <= 1.1 * logp_diffs["bf16"]["logp_diff"]
 
 

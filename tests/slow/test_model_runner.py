@@ -62,7 +62,9 @@ def run(folder: str) -> None:
     llm.reset_prefix_cache()
 
     # Greedy answers are the same in both runners; drawn ones need not be.
-    samples = {temperature: _sample(llm, model, prompt, temperature) for temperature in (0, 0.7)}
+    samples = {}
+    for temperature in (0, 0.7):
+        samples[temperature] = _sample(llm, model, prompt, temperature)
     with torch.autocast("cpu", torch.bfloat16):
         scores = learner_logps(model, prompt)
     runner = type(llm.llm_engine.model_executor.driver_worker.worker.model_runner)
@@ -113,11 +115,11 @@ def _sample(llm: Any, model: Any, prompt: list[int], temperature: float) -> dict
     """Tokens of an answer, and their log-probs by the engine and by the learner."""
     from vllm import SamplingParams
 
+    from slow.toys import as_sample
+
     params = SamplingParams(temperature=temperature, max_tokens=TOKENS, logprobs=0, ignore_eos=True, seed=3)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    answer = output.outputs[0]
-    tokens = list(answer.token_ids)
-    engine = [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
+    _, tokens, engine = as_sample(output)
 
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits.float()
@@ -131,6 +133,7 @@ def _sample(llm: Any, model: Any, prompt: list[int], temperature: float) -> dict
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    # V1, which all other tests run here, is the oracle.
     return {version: _run_in_new_process(version, tmp_path_factory.mktemp(version)) for version in ("V1", "V2")}
 
 
@@ -142,6 +145,7 @@ def _run_in_new_process(version: str, folder: Path) -> dict[str, Any]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
     }
+    # The last one hides a GPU, if there is one: the interpreter's tensors are on the CPU.
     if version == "V2":
         settings |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "CUDA_VISIBLE_DEVICES": "x"}
 

@@ -102,20 +102,25 @@ def _adapter_engine(folder: str) -> tuple[Any, Callable[[Any], None]]:
     """An engine that also takes an adapter, and what syncs frozen base and adapter."""
     from qarl_trl.quant import iter_low_bit_weights
     from qarl_trl.rollout.vllm import adapters
+    from slow.toys import copies
 
     model = _low_bit_model(folder)
-    base = {name: tensor.clone() for name, tensor in iter_low_bit_weights(model)}
+    base = copies(iter_low_bit_weights(model))
 
     generator = torch.Generator().manual_seed(0)
     factors = {}
+    shapes = {}
     for name, layer in model.named_modules():
         if name.endswith("_proj"):
             first = torch.randn(8, layer.in_features, generator=generator)
             second = torch.randn(layer.out_features, 8, generator=generator)
-            factors[f"base_model.model.{name}.lora_A.weight"] = 0.2 * first.bfloat16()
-            factors[f"base_model.model.{name}.lora_B.weight"] = 0.2 * second.bfloat16()
+            for factor, numbers in (("lora_A", first), ("lora_B", second)):
+                place = f"base_model.model.{name}.{factor}.weight"
+                # B is not zero as in a new adapter, which would add nothing and could be lost unseen.
+                factors[place] = 0.2 * numbers.bfloat16()
+                shapes[place] = numbers.shape
 
-    settings = adapters.lora_settings({name: factor.shape for name, factor in factors.items()})
+    settings = adapters.lora_settings(shapes)
     tensors = [*base.items(), *factors.items()]
     llm = _start(model, folder, **settings)
     adapters.sample_with(llm, Path(folder))
@@ -166,6 +171,7 @@ def _sleep(runner: Any, allocated: list[torch.Tensor]) -> int:
         if storage.nbytes() and storage.data_ptr() not in done:
             done.add(storage.data_ptr())
             number += storage.nbytes()
+            # Of all bytes: near the largest number of a float32, and no plausible weight, scale or index.
             storage.fill_(0x7F)
     return number
 
@@ -214,15 +220,15 @@ def _answers(llm: Any) -> list[Any]:
     """Log-probs of the prompt, then tokens and log-probs of three answers for each kind of sampling."""
     from vllm import SamplingParams
 
+    from slow.toys import as_sample
+
     answers: list[Any] = [_log_probs(llm).tolist()]
     for settings in SAMPLING:
+        # With a seed for each request: the draws before the sleep must come again.
         params = SamplingParams(temperature=0.7, max_tokens=8, logprobs=0, ignore_eos=True, seed=3, **settings)
         for output in llm.generate([{"prompt_token_ids": _prompt()}] * 3, params, use_tqdm=False):
-            answer = output.outputs[0]
-            tokens = list(answer.token_ids)
-            answers.append(
-                (tokens, [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)])
-            )
+            _, tokens, logps = as_sample(output)
+            answers.append((tokens, logps))
     return answers
 
 

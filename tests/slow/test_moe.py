@@ -6,7 +6,6 @@ one: that vLLM's own model classes put every exported tensor where it belongs.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,7 @@ import torch
 from conftest import make_model, make_tokenizer
 
 from slow.isolated import isolated
-from slow.toys import make_trainer, save_model
+from slow.toys import logged, make_trainer, save_model
 
 
 pytestmark = pytest.mark.slow
@@ -41,16 +40,19 @@ def _load_into_vllm(folder: str, omit: str | None = None) -> list[str]:
     model, loaded = _vllm_model(folder, omit)
 
     # Checkpoints do not have this level, and the loader reports names without it.
-    parameters = {name.replace(".routed_experts.", "."): param for name, param in model.named_parameters()}
     experts = {}
-    for name, param in parameters.items():
+    missing = []
+    for long_name, param in model.named_parameters():
+        name = long_name.replace(".routed_experts.", ".")
         if ".layers.0." in name and ".experts." in name:
             experts[name.rpartition(".")[2]] = param.detach().clone()
+        # As in a weight sync: there are places that only other kinds of checkpoints fill.
+        if name not in loaded and not attention_scales.CACHE_SCALES.search(name):
+            missing.append(name)
+
     # In a file: a tensor in a pipe needs its sender alive.
     torch.save(experts, f"{folder}/found.pt")
-
-    # As in a weight sync: there are places that only other kinds of checkpoints fill.
-    return [name for name in parameters if name not in loaded and not attention_scales.CACHE_SCALES.search(name)]
+    return missing
 
 
 def _vllm_model(folder: str, omit: str | None) -> tuple[torch.nn.Module, set[str]]:
@@ -136,8 +138,7 @@ def test_the_check_of_the_loader_notices_an_expert_that_is_missing(tmp_path):
 
     expected = _of_layer_0(model, "gate_up_proj", "weight_packed")
     loaded = _turned_as(torch.load(tmp_path / "found.pt")["w13_weight_packed"], expected)
-    equal = [torch.equal(tensor, other) for tensor, other in zip(loaded, expected, strict=True)]
-    assert equal == [True, True, False, True]
+    assert list(map(torch.equal, loaded, expected)) == [True, True, False, True]
 
 
 # A run ---------------------------------------------------------------------------------------------------------------
@@ -150,12 +151,12 @@ def _train(model: str, folder: str) -> tuple[list[float], str]:
 
     trainer = make_trainer(model, Path(folder), quant_ignore=["lm_head", "re:.*experts.*"], router_aux_loss_coef=0.01)
     trainer.train()
-    log = trainer.state.log_history
-    logp_diffs = [row["mismatch/logp_diff_mean"] for row in log if "mismatch/logp_diff_mean" in row]
+    logp_diffs = logged(trainer, "mismatch/logp_diff_mean")
 
     engine = trainer.vllm_generation
     incomplete = dict(engine._iter_named_params())
     stack = "model.layers.0.mlp.experts.*.up_proj.weight"
+    # Of a whole stack every expert would be missing; here it is one matrix of one of them.
     incomplete |= dict(unstacked(stack, incomplete.pop(stack)))
     del incomplete["model.layers.0.mlp.experts.2.up_proj.weight"]
     try:
@@ -172,5 +173,6 @@ def test_low_bit_attention_beside_experts_in_high_precision_trains_on_the_cpu_en
     logp_diffs, message = isolated(_train, model, str(tmp_path / "run"))
 
     assert "kept old values for 1 tensors, first ['model.layers.0.mlp.experts" in message
-    assert len(logp_diffs) == 2
-    assert all(later < 2 * earlier for earlier, later in itertools.pairwise(logp_diffs))  # a stale engine falls behind
+    before, after = logp_diffs
+    # A stale engine falls behind.
+    assert after < 2 * before

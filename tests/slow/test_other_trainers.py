@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from quant.schemes import same_tensors
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from slow.isolated import isolated, isolated_group
-from slow.processes import FSDP2, as_bytes, same, shard_on_cpu, whole, whole_arrays
-from slow.test_invariants import _agree, _changed_layers, _record_forward, _sync_another_and_back
+from slow.processes import FSDP2, as_arrays, as_bytes, as_tensors, same, shard_on_cpu, whole, whole_arrays
+from slow.test_invariants import _agree, _changed_layers, _layers_of, _record_forward, _sync_another_and_back
 from slow.toys import (
     CHARACTERS,
+    copies,
     distinct_characters,
     engine_logprobs,
     fresh_engine_logprobs,
@@ -27,6 +31,7 @@ from slow.toys import (
     settings,
     stored_tensors,
     sync,
+    trained_parameters,
 )
 
 
@@ -35,6 +40,16 @@ pytestmark = pytest.mark.slow
 OF_GRPO = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high")
 OF_GROUPS = ("num_generations", "steps_per_generation")
 KINDS = ["rloo", "distillation", "distillation-merged", "distillation-frozen"]
+# Runs without an engine, on given answers.
+WITHOUT_ENGINE = {
+    "use_cpu": True,
+    "bf16": True,
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "save_strategy": "no",
+    "report_to": [],
+    "logging_steps": 1,
+}
 
 
 def _make(kind: str, model: str, folder: Path, **changes: Any) -> Any:
@@ -43,8 +58,9 @@ def _make(kind: str, model: str, folder: Path, **changes: Any) -> Any:
 
     name, _, base = kind.partition("-")
     values = settings(folder, **changes)
-    left_out = OF_GRPO if name == "rloo" else (*OF_GRPO, *OF_GROUPS)
-    values = {key: value for key, value in values.items() if key not in left_out}
+    # Their configs have no such fields.
+    for field in OF_GRPO if name == "rloo" else (*OF_GRPO, *OF_GROUPS):
+        del values[field]
     values["lora_base"] = base or "merged"
     peft_config = random_adapter() if base else None
 
@@ -53,6 +69,16 @@ def _make(kind: str, model: str, folder: Path, **changes: Any) -> Any:
         return LowBitRLOOTrainer(model, distinct_characters, args, train_dataset=prompts(), peft_config=peft_config)
     args = LowBitDistillationConfig(**values, beta=0.0)
     return LowBitDistillationTrainer(model, None, args, train_dataset=prompts(), peft_config=peft_config)
+
+
+def _answers() -> Any:
+    """Prompts with answers: "40+40=" and "0000", "41+41=" and "1111"."""
+    from datasets import Dataset
+
+    rows = []
+    for n in range(40, 72):
+        rows.append({"prompt": f"{n}+{n}=", "completion": CHARACTERS[n % 10] * 4})
+    return Dataset.from_list(rows)
 
 
 # Beside an engine ----------------------------------------------------------------------------------------------------
@@ -80,7 +106,7 @@ def _train_and_compare(kind: str, model: str, folder: str) -> dict[str, Any]:
         facts |= {
             "changed": _changed_layers(before, saved),
             "saved_is_synced": set(saved) == set(synced) and _agree(saved, synced),
-            "forward_layers": len({name.rpartition(".")[0] for name in forward}),
+            "forward_layers": len(_layers_of(forward)),
             "forward_is_synced": _agree(forward, synced),
         }
 
@@ -148,11 +174,11 @@ def test_a_run_beside_an_engine_resumes_bit_for_bit(kind, tmp_path):
     checkpoint = str(tmp_path / "straight" / "checkpoint-3")
     resumed = isolated(_train_with_engine, kind, model, str(tmp_path / "resumed"), checkpoint)
 
-    assert straight.keys() == resumed.keys()
-    assert all((resumed[name] == array).all() for name, array in straight.items())
-    # Control: the last update did change the weights.
-    earlier = load_file(Path(checkpoint) / "model.safetensors")
-    assert any((earlier[name].numpy() != array).any() for name, array in straight.items() if name in earlier)
+    assert same(straight, resumed)
+    # Control: the last update did change the weights. Tied ones are in the file once.
+    earlier = as_arrays(load_file(Path(checkpoint) / "model.safetensors"))
+    assert earlier
+    assert any((array != straight[name]).any() for name, array in earlier.items())
 
 
 # Under FSDP2 ---------------------------------------------------------------------------------------------------------
@@ -160,31 +186,18 @@ def test_a_run_beside_an_engine_resumes_bit_for_bit(kind, tmp_path):
 
 def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
     """Train two processes under FSDP2, and save."""
-    from datasets import Dataset
-
     from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, LowBitSFTConfig, LowBitSFTTrainer
 
+    # Two processes on two cores.
     torch.set_num_threads(1)
     os.environ.update(FSDP2)
     shard_on_cpu()
-    rows = [{"prompt": f"{n}+{n}=", "completion": CHARACTERS[n % 10] * 4} for n in range(40, 72)]
-    values = {
-        "output_dir": folder,
-        "use_cpu": True,
-        "bf16": True,
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "report_to": [],
-        "logging_steps": 1,
-    }
-    data = Dataset.from_list(rows)
+    values = WITHOUT_ENGINE | {"output_dir": folder, "learning_rate": 1e-3}
     if kind == "sft":
-        trainer = LowBitSFTTrainer(model, LowBitSFTConfig(**values), train_dataset=data)
+        trainer = LowBitSFTTrainer(model, LowBitSFTConfig(**values), train_dataset=_answers())
     else:
         args = LowBitDistillationConfig(**values, distill_on="answers", max_completion_length=8)
-        trainer = LowBitDistillationTrainer(model, None, args, train_dataset=data)
+        trainer = LowBitDistillationTrainer(model, None, args, train_dataset=_answers())
     assert trainer.accelerator.is_fsdp2
 
     trainer.train()
@@ -193,10 +206,16 @@ def _train_sharded(kind: str, model: str, folder: str) -> dict[str, Any]:
     sizes = (0, 0)
     if kind == "distillation":
         sizes = _shards_and_copies(trainer.teacher_model)
-        weights = trainer.teacher_model.named_parameters()
-        # FSDP2 keeps some whole after a forward without a backward, as bfloat16 copies.
-        teacher = {name: whole(weight).bfloat16().float().numpy() for name, weight in weights}
+        teacher = _rounded_arrays(trainer.teacher_model.named_parameters())
     return {"losses": logged(trainer, "loss"), "weights": whole_arrays(trainer), "teacher": teacher, "sizes": sizes}
+
+
+def _rounded_arrays(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
+    """Whole weights as bfloat16 numbers, in which FSDP2 keeps some copies after a forward without a backward."""
+    arrays = {}
+    for name, weight in weights:
+        arrays[name] = whole(weight).bfloat16().float().numpy()
+    return arrays
 
 
 def _shards_and_copies(model: torch.nn.Module) -> tuple[int, int]:
@@ -204,13 +223,15 @@ def _shards_and_copies(model: torch.nn.Module) -> tuple[int, int]:
     # The last norm and the output layer have one state.
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
     shards = 0
-    copies = 0
+    gathered = 0
     for state in states:
         for group in state._fsdp_param_groups:
             for parameter in group.fsdp_params:
                 shards += parameter._sharded_param_data.nbytes
-                copies += sum(output.untyped_storage().nbytes() for output in parameter.all_gather_outputs)
-    return shards, copies
+                for output in parameter.all_gather_outputs:
+                    # FSDP2 frees a copy by resizing its storage to nothing.
+                    gathered += output.untyped_storage().nbytes()
+    return shards, gathered
 
 
 def _counted_teacher(model: str, processes: int) -> int:
@@ -242,8 +263,9 @@ def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, t
     assert first["losses"] == second["losses"]
     assert len(first["losses"]) == 3
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    start = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
-    trained = {name: torch.as_tensor(array) for name, array in first["weights"].items()}
+    start = copies(plain.named_parameters())
+    trained = as_tensors(first["weights"])
+    # Control: the updates moved what is compared below.
     assert not torch.equal(trained["model.layers.0.mlp.up_proj.weight"], start["model.layers.0.mlp.up_proj.weight"])
 
     if kind == "distillation":
@@ -253,22 +275,18 @@ def test_trainers_of_trl_train_sharded_weights_and_save_them_in_low_bits(kind, t
         assert min(first["sizes"]) > 0
 
     # Every process has the teacher as it was read, although only the first one reads it.
-    for process in (first, second):
-        assert len(process["teacher"]) == (len(start) if kind == "distillation" else 0)
-        for name, array in process["teacher"].items():
-            assert torch.equal(torch.as_tensor(array), start[name].bfloat16().float()), name
+    expected_teacher = _rounded_arrays(start.items()) if kind == "distillation" else {}
+    assert same(first["teacher"], expected_teacher)
+    assert same(second["teacher"], expected_teacher)
 
+    # The file is what one process makes of the trained weights.
     plain.load_state_dict(trained)
     expected = dict(iter_low_bit_weights(apply_quantization(plain, "W4A16")))
-    stored = stored_tensors(tmp_path / "run")
-    assert stored.keys() == expected.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    assert same_tensors(stored_tensors(tmp_path / "run"), expected)
 
 
 def _train_frozen(kind: str, model: str, folder: str, fsdp: bool) -> dict[str, Any]:
     """An adapter beside a frozen base, in one of two processes: what it learned, sent and saved."""
-    from datasets import Dataset
-
     from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, LowBitSFTConfig, LowBitSFTTrainer
     from qarl_trl.quant import iter_low_bit_weights
 
@@ -283,26 +301,15 @@ def _train_frozen(kind: str, model: str, folder: str, fsdp: bool) -> dict[str, A
         changes["quant_scheme"] = "FP8_DYNAMIC"  # whose engine runs on any CPU
         trainer = _make("rloo-frozen", model, Path(folder), **changes)
     else:
-        values = {
-            "output_dir": folder,
-            "use_cpu": True,
-            "bf16": True,
-            "max_steps": 3,
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "save_strategy": "no",
-            "report_to": [],
-            "logging_steps": 1,
-            "lora_base": "frozen",
-        }
-        rows = [{"prompt": f"{n}+{n}=", "completion": CHARACTERS[n % 10] * 4} for n in range(40, 72)]
-        data = Dataset.from_list(rows)
+        # An adapter begins at zero, so its steps are larger.
+        values = WITHOUT_ENGINE | {"output_dir": folder, "learning_rate": 1e-2, "lora_base": "frozen"}
+        peft_config = random_adapter()
         if kind == "sft":
             args = LowBitSFTConfig(**values)
-            trainer = LowBitSFTTrainer(model, args, train_dataset=data, peft_config=random_adapter())
+            trainer = LowBitSFTTrainer(model, args, train_dataset=_answers(), peft_config=peft_config)
         else:
             args = LowBitDistillationConfig(**values, distill_on="answers", max_completion_length=8, beta=0.0)
-            trainer = LowBitDistillationTrainer(model, None, args, train_dataset=data, peft_config=random_adapter())
+            trainer = LowBitDistillationTrainer(model, None, args, train_dataset=_answers(), peft_config=peft_config)
     assert trainer.accelerator.is_fsdp2 == fsdp
     assert trainer.accelerator.num_processes == 2
 
@@ -310,10 +317,9 @@ def _train_frozen(kind: str, model: str, folder: str, fsdp: bool) -> dict[str, A
     trainer.train()
     trainer.save_model()
     trained = {}
-    for name, weight in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
-        if weight.requires_grad:
-            assert hasattr(weight, "full_tensor") == fsdp, name
-            trained[name] = whole(weight).numpy()
+    for name, weight in trained_parameters(trainer.accelerator.unwrap_model(trainer.model)).items():
+        assert hasattr(weight, "full_tensor") == fsdp, name
+        trained[name] = whole(weight).numpy()
 
     facts = {
         "losses": logged(trainer, "loss"),
@@ -322,8 +328,7 @@ def _train_frozen(kind: str, model: str, folder: str, fsdp: bool) -> dict[str, A
         "after": as_bytes(iter_low_bit_weights(trainer.accelerator.unwrap_model(trainer.model))),
     }
     if kind == "distillation":
-        weights = trainer.teacher_model.named_parameters()
-        facts["teacher"] = {name: whole(weight).bfloat16().float().numpy() for name, weight in weights}
+        facts["teacher"] = _rounded_arrays(trainer.teacher_model.named_parameters())
     return facts
 
 
@@ -355,7 +360,7 @@ def test_two_processes_train_an_adapter_beside_a_frozen_base_under_fsdp2(kind, t
     assert (tmp_path / "fsdp2" / "base" / "config.json").is_file()
 
     if kind == "distillation":
-        start = {name: tensor.bfloat16().float().numpy() for name, tensor in stored_tensors(model).items()}
+        start = _rounded_arrays(stored_tensors(model).items())
         assert same(one["teacher"], start)
         assert same(two["teacher"], start)
 

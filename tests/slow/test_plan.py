@@ -36,9 +36,13 @@ def test_a_plan_is_fitted_to_a_run_of_a_cpu_engine(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(settings(run) | {"model_name_or_path": model, "dataset_name_or_path": str(data)}))
 
+    # Of the second rollout batch, steps 3 and 4: the first one has what happens once in a run.
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
     second_batch = [row for row in log if row["step"] in (3, 4) and "time/update" in row]
-    measured = {part: sum(row[f"time/{part}"] for row in second_batch) for part in ("rollout", "sync", "update")}
+    measured = dict.fromkeys(("rollout", "sync", "update"), 0.0)
+    for row in second_batch:
+        for part in measured:
+            measured[part] += row[f"time/{part}"]
 
     # A CPU is no GPU of the list: the factors take up the whole difference.
     l4 = GPUS["l4"]

@@ -21,21 +21,14 @@ from slow.processes import (
     as_tensors,
     count_packed,
     same,
-    shard_on_cpu,
     trainer_of_two,
     whole_arrays,
     whole_weights,
 )
-from slow.processes import FSDP2 as FSDP2
 from slow.toys import forge, logged, save_model, stored_tensors, sync
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
-# The names by which other tests know them, which import them from here.
-_shard_on_cpu = shard_on_cpu
-_trainer = trainer_of_two
-_whole = whole_weights
-_same = same
 
 
 # One model and its engines -------------------------------------------------------------------------------------------
@@ -87,6 +80,7 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
     assert first["moved"] == len(first["master_weights"])
     # 7 layers in each of 2 blocks.
     assert first["packed"] == (14 if kernel == "dequant" else 0)
+    # Two rollout batches of two updates: ratios are 1 in the first update, and the learner has moved in the second.
     for process in (first, second):
         assert len(process["logp_diffs"]) == 2
         assert max(process["logp_diffs"]) < most
@@ -144,7 +138,11 @@ def _train_and_measure(model: str, folder: str) -> dict[str, Any]:
 
     rows = []
     for row in trainer.state.log_history:
-        of_ratios = {name: value for name, value in row.items() if name.startswith(("ratio/", "error_tokens/"))}
+        of_ratios = {}
+        for name, value in row.items():
+            if name.startswith(("ratio/", "error_tokens/")):
+                of_ratios[name] = value
+        # The last row has the times of the run alone.
         if of_ratios:
             rows.append(of_ratios)
     return {"logged": rows, "columns": micro_batches}
@@ -161,7 +159,9 @@ def test_ratios_are_measured_over_the_completions_of_all_processes(tmp_path):
     assert len(first["logged"]) == 4
     differs_alone = []
     for row, of_first, of_second in zip(first["logged"], first["columns"], second["columns"], strict=True):
-        of_both = {name: np.concatenate([of_first[name], of_second[name]]) for name in of_first}
+        of_both = {}
+        for name, column in of_first.items():
+            of_both[name] = np.concatenate([column, of_second[name]])
         assert row == ratio_metrics(_as_float32(of_both), band, "")
 
         alone = ratio_metrics(_as_float32(of_first), band, "")
@@ -203,6 +203,7 @@ def test_uneven_shards_resume_bit_for_bit(tmp_path):
     stored = stored_tensors(half)[f"{experts}.2.down_proj.weight"].numpy()
     # Control: it was trained after the checkpoint.
     assert not (stored == straight[f"{experts}.down_proj"][2]).all()
+    # Those of three experts, cut between two processes, come together in the low-bit file.
     low_bit = stored_tensors(half / "low_bit")
     for name, tensor in iter_low_bit_weights(_quantized(half)):
         assert torch.equal(low_bit[name], tensor)
@@ -232,7 +233,7 @@ def test_ddp_resumes_bit_for_bit(tmp_path):
     assert same(straight[0], again[0])
     assert same(straight[1], again[1])
     # The file that all have to see is gone; the lock's stays.
-    assert [path.name for path in half.parent.iterdir() if path.name.startswith("_")] == ["_lock"]
+    assert [path.name for path in half.parent.glob("_*")] == ["_lock"]
 
     # Control: the second process gets the completions of the first.
     shutil.copy(half / "rollout_0.pt", half / "rollout_1.pt")

@@ -31,6 +31,7 @@ def test_a_run_killed_while_it_syncs_saves_and_trains_ends_in_the_same_bits(tmp_
     for kill in (("sync", 2, 0.01), ("save", 2, 0.05), ("train", 2, 0.02)):
         outcome = run(model, folder, engine=True, kill=kill)
         assert outcome["killed"]
+        # A checkpoint gets its name when it is whole, and until then is none.
         assert not any(map(damage, folder.glob("checkpoint-*")))
 
     stopped = run(model, folder, engine=True, kill=("sample", 1, 0.0), by=signal.SIGTERM)
@@ -75,6 +76,7 @@ def test_a_signal_to_one_process_stops_all_of_them_together(tmp_path):
 
     stopped = isolated_group(_train_until_signal, 2, model, str(folder), None)
     assert stopped == [(EXIT_CODE, {})] * 2
+    # Signalled in its first rollout, the run saves at the end of that step.
     assert [checkpoint.name for checkpoint in finished(folder)] == ["checkpoint-1"]
     rollouts = Path(folder, "checkpoint-1").glob("rollout_*.pt")
     assert len(list(rollouts)) == 2

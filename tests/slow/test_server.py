@@ -31,7 +31,7 @@ from slow.servers import (
     wait_for,
 )
 from slow.servers import free_port as free_port  # for benchmarks/faults.py
-from slow.toys import logged, make_trainer, random_adapter, randomize_adapter, save_model
+from slow.toys import copies, logged, make_trainer, random_adapter, randomize_adapter, save_model
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -105,6 +105,7 @@ def test_nobody_but_a_trainer_gets_in(server):
 
 def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[str, Any]:
     """A short run: its log, the size of the last sync, and log-probs of a prompt after the first and the last sync."""
+    # A rollout, and so a sync and a check of it, before each of two steps.
     changes: dict[str, Any] = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2}
     if server:
         changes |= over_there(place)
@@ -114,7 +115,7 @@ def _train(place: dict[str, Any], server: bool, adapted: bool = False) -> dict[s
 
     engine = trainer.vllm_generation
     tokens = engine.sync_check.token_ids
-    # `None` beside a server that an earlier run synced to.
+    # What the engine answered with random weights; `None` beside a server that an earlier run synced to.
     random = engine.sync_check.before
     engine.sync_weights()
     first = engine.prompt_logps(tokens)
@@ -233,13 +234,14 @@ def _train_on_stale_weights(place: dict[str, Any]) -> str:
 
     trainer = trainer_of(place, verify_sync=1, learning_rate=1e-2)
     send = ServerClient.sync
-    first: list[tuple[str, torch.Tensor]] = []
+    first: dict[str, torch.Tensor] = {}
 
     def send_the_first(client: Any, stream: Any) -> None:
-        tensors = [(name, tensor.clone()) for name, tensor in stream]
+        # The stream is read in any case, as a sync reads it.
+        tensors = copies(stream)
         if not first:
-            first.extend(tensors)
-        send(client, first)
+            first.update(tensors)
+        send(client, first.items())
 
     ServerClient.sync = send_the_first
     return outcome(trainer.train)
@@ -255,9 +257,11 @@ def test_old_weights_under_a_new_version_are_caught_by_the_sync_check(server):
 def _sync_by_another_path(place: dict[str, Any]) -> dict[str, Any]:
     """The trainer has another path to the folder than the server; the sync check's prompt of weights A, B and A."""
     mounted = Path(place["folder"], "mounted")
+    # The server is told the name of a sync alone, and looks for it in its own folder.
     mounted.symlink_to(Path(place["folder"], "syncs"))
     trainer = trainer_of(place, verify_sync="off", sync_folder=str(mounted))
     engine = trainer.vllm_generation
+    # Not quantized, and the whole answer follows it.
     head = trainer.model.lm_head.weight
     original = head.detach().clone()
 
@@ -331,12 +335,14 @@ class _Faults:
 
         ServerClient.ask_workers = ask_all_but_load
         self.results["lost"] = self.sync()
+        # The trainer has a new version, the server the old weights.
         self.results["after"] = self.sample()
         ServerClient.ask_workers = ask_workers
         self.sync()
 
     def kill_the_server(self) -> None:
         kill_amid_a_generation(self.place)
+        # So many that it is still at them.
         self.results["killed"] = self.sample(1600)
         self.results["dead"] = self.sample()
 
@@ -347,8 +353,13 @@ class _Faults:
 
     def sync_in_part(self) -> None:
         stream = self.engine._iter_named_params
-        missing = "layers.1.mlp.down_proj.weight_scale"
-        self.engine._iter_named_params = lambda: (pair for pair in stream() if missing not in pair[0])
+
+        def all_but_one() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in stream():
+                if "layers.1.mlp.down_proj.weight_scale" not in name:
+                    yield name, tensor
+
+        self.engine._iter_named_params = all_but_one
         self.results["partial"] = self.sync()
         self.results["mixed"] = self.sample()
 

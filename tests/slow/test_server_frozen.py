@@ -11,7 +11,7 @@ import pytest
 
 from slow.isolated import isolated
 from slow.servers import make_place, outcome, over_there, start, wait_for
-from slow.toys import logged, make_trainer, random_adapter, randomize_adapter
+from slow.toys import logged, make_trainer, random_adapter, randomize_adapter, trained_parameters
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -53,7 +53,7 @@ def _train(place: dict[str, Any], server: bool) -> dict[str, Any]:
     first = logps(tokens)
     trainer.train()
 
-    trained = sum(param.numel() for param in trainer.model.parameters() if param.requires_grad)
+    trained = sum(param.numel() for param in trained_parameters(trainer.model).values())
     return {
         "logp_diffs": logged(trainer, "mismatch/logp_diff_mean"),
         "bytes": [first_bytes, engine.synced_bytes],
@@ -69,6 +69,7 @@ def _without_adapter(engine: Any) -> list[float]:
     """What the server answers when a request names its base."""
     client = engine.vllm_client
     adapter = client.model
+    # vLLM lists its base first, then its adapters.
     client.model = client._get(f"{client.base_url}/v1/models")["data"][0]["id"]
     logps = client.prompt_logps(engine.sync_check.token_ids)
     client.model = adapter
@@ -96,6 +97,7 @@ def _run_of_another_base(place: dict[str, Any]) -> dict[str, str]:
     """A trainer that takes it that the server has its base, beside a server that has that of another run."""
     trainer = make_trainer(place["model"], Path(place["folder"], "x"), random_adapter(), **FROZEN | over_there(place))
     engine = trainer.vllm_generation
+    # As after a first sync, which alone has the base.
     engine.num_syncs = 1
     alone = outcome(engine.sync_weights)
 
@@ -117,17 +119,18 @@ def _other_adapters(place: dict[str, Any]) -> dict[str, str]:
     adapters = {"rank": random_adapter(r=16), "layers": random_adapter(target_modules=["q_proj"])}
     messages = {}
     for name, adapter in adapters.items():
-        arguments = (place["model"], Path(place["folder"], "x"), adapter)
-        messages[name] = outcome(lambda: make_trainer(*arguments, **FROZEN | over_there(place)))  # noqa: B023
-    messages["merged"] = outcome(
-        lambda: make_trainer(place["model"], Path(place["folder"], "x"), random_adapter(), **over_there(place))
-    )
+        start_frozen = partial(make_trainer, **FROZEN | over_there(place))
+        messages[name] = outcome(start_frozen, place["model"], Path(place["folder"], "x"), adapter)
+    # The same adapter as the server's, whose base the trainer would not freeze.
+    start_merged = partial(make_trainer, **over_there(place))
+    messages["merged"] = outcome(start_merged, place["model"], Path(place["folder"], "x"), random_adapter())
     return messages
 
 
 def test_a_server_for_another_adapter_is_refused_before_training(server):
     messages = isolated(_other_adapters, server)
 
-    assert all("is not the engine of this run" in message for message in messages.values())
+    for name, message in messages.items():
+        assert "is not the engine of this run" in message, name
     assert "adapter.max_lora_rank must be 16, got 8" in messages["rank"]
     assert "adapter.lora_target_modules must be ['q_proj']" in messages["layers"]

@@ -54,6 +54,7 @@ def keeping_syncs(folder: Path) -> Iterator[None]:
 
 def _train_in_shards(place: dict[str, Any]) -> dict[str, Any]:
     """One of two FSDP2 processes: a run, a sync that one rank of the server cannot read, and one that is cut short."""
+    # The server has two ranks, on which a run must agree with it; the learner has two shards.
     changes = {"verify_sync": 1, "steps_per_generation": 1, "max_steps": 2, "vllm_tensor_parallel_size": 2}
     trainer = trainer_of_two(place["model"], f"{place['folder']}/shards", True, **over_there(place, **changes))
     with keeping_syncs(Path(place["folder"], "kept")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import math
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from qarl_trl.quant.names import base_model
 from qarl_trl.tools.plan import model as meta
 from slow.isolated import isolated, isolated_group
 from slow.processes import FLOOR, as_bytes, as_tensors, same
-from slow.toys import logged, random_adapter, save_model, stored_tensors, sync
+from slow.toys import logged, random_adapter, save_model, stored_tensors, sync, trained_parameters
 from slow.zero3 import (
     SETTINGS,
     compile_deepspeed,
@@ -104,6 +105,7 @@ class _NaNInTheLastUpdate(TrainerCallback):
         self.low_bit_bytes = low_bit_bytes(self.trainer)
         if args.process_index == 1:
             norm = base_model(self.trainer._unwrapped).model.norm
+            # Of one process alone: the reduced gradient is NaN in both, and both must stop.
             norm.register_full_backward_hook(lambda module, gradients, _: (gradients[0] * math.nan,))
 
 
@@ -123,6 +125,7 @@ def test_zero3_syncs_and_trains_as_ddp(tmp_path, kind):
     assert not same(ddp["synced"], zero3["after"])
     if not is_lora:
         assert same(zero3["after"], _of_one_process(model, zero3["master_weights"]))
+    # The store notices updates by DeepSpeed's optimizer as often as those by torch's, and no more often.
     assert zero3["calls"] == ddp["calls"]
 
     # Control: with DeepSpeed's hooks around each module, sums of gradients have another order.
@@ -130,6 +133,7 @@ def test_zero3_syncs_and_trains_as_ddp(tmp_path, kind):
         in_pieces = _train_in_two(model, tmp_path / "pieces", True, is_lora, pieces=True)
         apart = _distance(ddp["master_weights"], in_pieces["master_weights"])
         moved = _distance(ddp["master_weights"], ddp["start"])
+        # Not 0, or this comparison would not see another order. Far less than what three updates moved.
         assert 0 < apart < 3e-4 * moved
 
 
@@ -150,8 +154,10 @@ def _train_in_two(model: str, folder: Path, zero3: bool, lora: bool, pieces: boo
 
 
 def _distance(a: Arrays, b: Arrays) -> float:
-    squares = [float(((a[name] - b[name]) ** 2).sum()) for name in a]
-    return sum(squares) ** 0.5
+    square = 0.0
+    for name, array in a.items():
+        square += float(((array - b[name]) ** 2).sum())
+    return square**0.5
 
 
 def _of_one_process(model: str, weights: Arrays, peft_config: Any = None) -> Arrays:
@@ -164,7 +170,7 @@ def _of_one_process(model: str, weights: Arrays, peft_config: Any = None) -> Arr
     alone = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if peft_config is not None:
         alone = get_peft_model(alone, peft_config)
-    assert weights.keys() == {name for name, parameter in alone.named_parameters() if parameter.requires_grad}
+    assert weights.keys() == trained_parameters(alone).keys()
 
     # With an adapter the master weights are only a part of the model.
     alone.load_state_dict(as_tensors(weights), strict=peft_config is None)
@@ -205,7 +211,8 @@ def _watch_gradients() -> list[bool]:
     step = DeepSpeedZeroOptimizer_Stage3.step
 
     def watched(self: Any, *args: Any) -> None:
-        gradients = [gradient.float() for group in self.averaged_gradients.values() for gradient in group]
+        gradients = list(itertools.chain.from_iterable(self.averaged_gradients.values()))
+        # Of no gradient at all the second part would be true.
         rounded.append(len(gradients) > 0 and all(map(_fits_bfloat16, gradients)))
         step(self, *args)
 
@@ -214,7 +221,7 @@ def _watch_gradients() -> list[bool]:
 
 
 def _fits_bfloat16(tensor: torch.Tensor) -> bool:
-    return torch.equal(tensor.bfloat16().float(), tensor)
+    return torch.equal(tensor.bfloat16().float(), tensor.float())
 
 
 @pytest.mark.parametrize("kind", ["dense", "lora"])
@@ -254,6 +261,7 @@ def test_the_address_of_a_gathered_parameter_is_no_key_and_bfloat16_rounds_gradi
 
     first, _ = isolated_group(_train_beside_engines, 2, model, str(tmp_path / "run"), changes, True, timeout=120)
 
+    # More than the 14 layers: a gathered parameter comes back elsewhere, and its layer is quantized again.
     assert min(first["calls"]) > 14
     assert first["rounded"] == [True] * 4
 
@@ -283,6 +291,7 @@ def _resume(model: str, folder: str, checkpoint: str | None, adapter: Any) -> di
 def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     adapter = random_adapter() if kind == "lora" else None
+    # Of four steps, between two rollout batches.
     half = tmp_path / "run" / "checkpoint-2"
 
     straight = isolated_group(_resume, 2, model, str(tmp_path / "run"), None, adapter, timeout=120)
@@ -328,10 +337,14 @@ def _train_and_measure(model: str, folder: str, adapter: Any) -> tuple[dict[str,
         "gradients": optimizer.grad_partitions_flat_buffer.nbytes,
         "quantized values": _low_bit_size(trainer.low_bit_store),
     }
+
+    # Of what came since: the libraries hold tensors of their own.
+    after = _storages()
+    for address in before:
+        after.pop(address, None)
     # DeepSpeed's bucket is a setting, and does not grow with the model.
-    together = sum(size for address, size in _storages().items() if address not in before)
     bucket = sum(bucket.buffer.nbytes for bucket in optimizer.ipg_buckets.values())
-    return items, {"together": together, "bucket": bucket, "step": peaks[-1]}
+    return items, {"together": sum(after.values()), "bucket": bucket, "step": peaks[-1]}
 
 
 def _watch_peaks() -> list[int]:
@@ -351,7 +364,9 @@ def _watch_peaks() -> list[int]:
 def _state_bytes(optimizer: Any) -> int:
     size = 0
     for state in optimizer.optimizer.state.values():
-        size += sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                size += value.nbytes
     return size
 
 
@@ -373,6 +388,7 @@ def test_bytes_of_a_rank_are_those_of_the_documentation(tmp_path, kind):
     for items, rest in isolated_group(_train_and_measure, 2, model, str(tmp_path / "run"), adapter, timeout=120):
         assert items == {name: pytest.approx(size, rel=1e-3) for name, size in expected.items()}
         assert rest["together"] - rest["bucket"] == pytest.approx(sum(expected.values()), rel=0.01)
+        # DeepSpeed's step makes one in float32, and needs nothing else of the size of the model.
         copy_of_gradients = expected["gradients"]
         assert rest["step"] == pytest.approx(copy_of_gradients, rel=0.01)
 
@@ -383,8 +399,15 @@ def _planned_bytes(model: str, adapter: Any) -> dict[str, int]:
     parameters = meta.parameters(skeleton, "adamw_torch")
 
     # DeepSpeed cuts each parameter in two, the odd entry rounded up.
-    entries = sum(math.ceil(parameter.entries / 2) for parameter in parameters)
-    trained = sum(math.ceil(parameter.entries / 2) for parameter in parameters if parameter.optimizer)
+    entries = 0
+    trained = 0
+    for parameter in parameters:
+        half = math.ceil(parameter.entries / 2)
+        entries += half
+        if parameter.optimizer:
+            trained += half
+
+    # Bytes an entry: float32 weights, two float32 moments, bfloat16 copies, float32 gradients.
     return {
         "master weights": 4 * trained,
         "optimizer state": 8 * trained,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 
 CHARACTERS = "0123456789+=;# "
+# Neither compiled nor captured in graphs: the learner's operations are not, either.
 ENGINE = {"enforce_eager": True}
 # Prompt, sampled tokens and their log-probs by the engine.
 Sample = tuple[list[int], list[int], list[float]]
@@ -52,6 +53,7 @@ def save_model(
 
     config_class = getattr(transformers, f"{family}Config")
     model_class = getattr(transformers, f"{family}ForCausalLM")
+    # All rows and columns are whole groups and blocks of 128, so that every scheme fits every layer.
     config = config_class(
         **sizes,
         vocab_size=64,
@@ -129,6 +131,21 @@ def stored_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     return load_file(Path(folder) / "model.safetensors")
 
 
+def copies(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Copies of tensors by name, of pairs such as `named_parameters` gives."""
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """What an optimizer steps, by name: all parameters, or those of the adapter."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def decoder_of(model: torch.nn.Module) -> Any:
+    """The decoder, which a causal language model wraps, and peft once more."""
+    return next(module for module in model.modules() if hasattr(module, "rotary_emb"))
+
+
 # A run ---------------------------------------------------------------------------------------------------------------
 
 
@@ -157,6 +174,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "per_device_train_batch_size": 8,
         "steps_per_generation": 2,
         "max_steps": 4,
+        # So large that four steps change quantized values of every layer, with bands to match (the paper's: 4e-4).
         "learning_rate": 1e-3,
         "tbpo_epsilon_high": 0.03,
         "tbpo_delta_low": 0.04,
@@ -208,15 +226,33 @@ def sample(llm: Any, number: int, tokens: int = 48, ignore_eos: bool = False) ->
 
     # `logprobs=0`: of the sampled token alone.
     params = SamplingParams(temperature=1.0, max_tokens=tokens, logprobs=0, ignore_eos=ignore_eos)
-    texts = [row["prompt"][i % 3 :] for i, row in enumerate(prompts(number))]
 
-    samples = []
-    for output in llm.generate(texts, params, use_tqdm=False):
-        answer = output.outputs[0]
-        steps = zip(answer.logprobs, answer.token_ids, strict=True)
-        logps = [step[token].logprob for step, token in steps]
-        samples.append((list(output.prompt_token_ids), list(answer.token_ids), logps))
-    return samples
+    # Of one length they would need no padding, and a mistake with masks or positions would not show.
+    texts = []
+    for i, prompt in enumerate(prompts(number)["prompt"]):
+        texts.append(prompt[i % 3 :])
+
+    outputs = llm.generate(texts, params, use_tqdm=False)
+    return list(map(as_sample, outputs))
+
+
+def as_sample(output: Any) -> Sample:
+    """The first answer to a request of vLLM."""
+    answer = output.outputs[0]
+    return list(output.prompt_token_ids), list(answer.token_ids), sampled_logps(answer)
+
+
+def sampled_logps(answer: Any) -> list[float]:
+    """Log-probs of an answer's own tokens: vLLM gives a dict by token for each place."""
+    logps = []
+    for step, token in zip(answer.logprobs, answer.token_ids, strict=True):
+        logps.append(step[token].logprob)
+    return logps
+
+
+def logps_of_samples(samples: list[Sample]) -> list[torch.Tensor]:
+    """Log-probs of the sampled tokens by the engine, a tensor a sample; `learner_logprobs` has the learner's."""
+    return [torch.tensor(logps) for *_, logps in samples]
 
 
 @torch.no_grad()
@@ -250,8 +286,9 @@ def _batches(samples: list[Any], size: int) -> Iterator[list[Any]]:
 
 def _pad(batch: list[tuple[list[int], list[int], Any]]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Token ids and mask `(B, T)`, prompts padded on the left, answers on the right; and the columns of prompts."""
-    prompt_columns = max(len(prompt) for prompt, _, _ in batch)
-    answer_columns = max(len(answer) for _, answer, _ in batch)
+    prompts_of_batch, answers, _ = zip(*batch, strict=True)
+    prompt_columns = max(map(len, prompts_of_batch))
+    answer_columns = max(map(len, answers))
     ids = torch.zeros(len(batch), prompt_columns + answer_columns, dtype=torch.long)
     mask = torch.zeros_like(ids)
 
@@ -294,14 +331,17 @@ def engine_logprobs(llm: Any, number: int = 6) -> tuple[list[list[int]], list[li
 
     # Answers of one length, whatever the weights are: two engines are compared token by token.
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, prompt_logprobs=0, ignore_eos=True)
-    texts = [row["prompt"] for row in prompts(number)]
+    texts = prompts(number)["prompt"][:]
 
     tokens = []
     scores = []
     for output in llm.generate(texts, params, use_tqdm=False):
         answer = output.outputs[0]
         tokens.append(list(answer.token_ids))
+
+        logps = []
         # The first token of a prompt has no log-prob.
-        steps = [step for step in [*output.prompt_logprobs, *answer.logprobs] if step]
-        scores.append([next(iter(step.values())).logprob for step in steps])
+        for step in filter(None, [*output.prompt_logprobs, *answer.logprobs]):
+            logps.append(next(iter(step.values())).logprob)
+        scores.append(logps)
     return tokens, scores

@@ -17,7 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from slow.processes import as_bytes
-from slow.toys import make_trainer
+from slow.toys import make_trainer, trained_parameters
 
 
 # What recipes/accelerate/zero3.yaml says. And small parameters are partitioned, as the large ones of a real model are.
@@ -47,6 +47,7 @@ def trainer_of_two(
     model: str, folder: str, zero3: bool, bf16: bool, settings: dict[str, Any] = SETTINGS, **changes: Any
 ) -> Any:
     """The trainer of one of two processes, under ZeRO-3 with DeepSpeed's `settings`, or under DDP."""
+    # Two processes on two cores.
     torch.set_num_threads(1)
     # DeepSpeed cuts the matrices that Muon needs whole, and clips by a rounded reciprocal of the norm (dev/plan.md).
     arguments: dict[str, Any] = {"bf16": bf16, "optim_muon": False, "max_grad_norm": 1e9}
@@ -88,15 +89,18 @@ def whole_parameters(trainer: Any) -> dict[str, np.ndarray]:
 
 def master_weights(trainer: Any) -> dict[str, np.ndarray]:
     """What the optimizer steps, in float32, also where the parameters are its bfloat16 copies. Collective."""
+    arrays = {}
     # With an adapter the base has no master weights.
-    trained = [(name, p) for name, p in trainer._unwrapped.named_parameters() if p.requires_grad]
-    if trainer._dist.is_zero3:
-        from deepspeed.utils import safe_get_full_fp32_param
+    for name, parameter in trained_parameters(trainer._unwrapped).items():
+        if trainer._dist.is_zero3:
+            from deepspeed.utils import safe_get_full_fp32_param
 
-        return {name: safe_get_full_fp32_param(parameter).numpy() for name, parameter in trained}
-
-    arrays = whole_parameters(trainer)
-    return {name: arrays[name] for name, _ in trained}
+            # The parameter may be a bfloat16 copy; the float32 numbers are those of DeepSpeed's optimizer.
+            arrays[name] = safe_get_full_fp32_param(parameter).numpy()
+        else:
+            # Under DDP each process has them whole.
+            arrays[name] = parameter.data.clone().numpy()
+    return arrays
 
 
 def low_bit_bytes(trainer: Any) -> dict[str, np.ndarray]:

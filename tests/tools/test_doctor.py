@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from lines import additions, write_rows
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl._compat import versions
@@ -28,8 +29,7 @@ def recipe(tmp_path_factory):
     make_model(num_hidden_layers=1).save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
 
-    lines = [json.dumps({"problem": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(9)]
-    (folder / "sums.jsonl").write_text("".join(lines))
+    write_rows(folder / "sums.jsonl", additions(9))
 
     (folder / "recipe.yaml").write_text(
         f"model_name_or_path: {folder}/model\n"
@@ -83,6 +83,7 @@ def test_every_section_of_a_run_reports_its_results_a_line_each(recipe, capsys, 
     assert exit_code == 0
     # Users paste this output into issues.
     assert "hf_secret" not in printed.out
+    # Warnings are about this machine, whatever it is.
     for name in ("versions", "math_reward", "settings"):
         assert statuses[name] in (OK, WARN)
     assert "right answers 1.00, wrong ones 0.00; told apart in 9 of 9 rows" in printed.out
@@ -131,7 +132,8 @@ def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, expe
             1,
             ["FP8_DYNAMIC runs on Ada or Hopper or Blackwell, this is Ampere"],
         ),
-        ("h100", ["--quant_scheme", "FP8_DYNAMIC"], 0, ["this is Hopper"]),  # control
+        # Control: the same scheme on a GPU that has it.
+        ("h100", ["--quant_scheme", "FP8_DYNAMIC"], 0, ["this is Hopper"]),
         ("4090", ["--model_name_or_path", "Qwen/Qwen3-8B"], 1, ["It does not fit: rollout"]),
         ("h100", ["--steps_per_generation", "16"], 1, ["at least 16 prompts, got 9"]),
     ],
@@ -159,8 +161,11 @@ def of_trainers(recipe, tmp_path_factory):
     """A recipe of each of TRL's trainers, by its command."""
     folder = tmp_path_factory.mktemp("trainers")
     run = Path(recipe).parent
-    lines = [json.dumps({"problem": f"{i} + 1", "text": f"{i} + 1 = {i + 1}", "completion": "1"}) for i in range(9)]
-    (folder / "texts.jsonl").write_text("\n".join(lines))
+    rows = []
+    for row in additions(9):
+        text = f"{row['problem']} = {row['answer']}"
+        rows.append({"problem": row["problem"], "text": text, "completion": "1"})
+    write_rows(folder / "texts.jsonl", rows)
 
     common = f"model_name_or_path: {run}/model\noutput_dir: {folder}/out\nreport_to: none\n"
     texts = f"dataset_name_or_path: {folder}/texts.jsonl\nper_device_train_batch_size: 4\n"
@@ -320,15 +325,18 @@ def test_a_compiler_with_the_headers_of_python_is_enough_for_triton(monkeypatch,
 
 ROWS = [
     {"prompt": "p", "answer": "1"},
-    {"prompt": "p", "answer": "2"},  # not asked about, because the next answer is the same and so not a wrong one
+    # Not asked about: the next answer is the same, and so not a wrong one.
+    {"prompt": "p", "answer": "2"},
     {"prompt": "p", "answer": "2"},
     {"prompt": "p", "answer": "3"},
 ]
 
 
 def pays_for_wrong_answers(completions, answer, **_):
-    pairs = zip(completions, answer, strict=True)
-    return [float(last_boxed(text) != expected) for text, expected in pairs]
+    rewards_of_all = []
+    for text, expected in zip(completions, answer, strict=True):
+        rewards_of_all.append(float(last_boxed(text) != expected))
+    return rewards_of_all
 
 
 async def asynchronous(completions, answer, **_):
@@ -341,8 +349,10 @@ def pays_for_any_box(completions, **_):
 
 def scores_only_one_row(completions, answer, **_):
     rewards_of_all = math_reward(completions, answer)
-    pairs = zip(rewards_of_all, answer, strict=True)
-    return [reward if expected == "2" else None for reward, expected in pairs]
+    for index, expected in enumerate(answer):
+        if expected != "2":
+            rewards_of_all[index] = None
+    return rewards_of_all
 
 
 def raises_an_error(**_):
@@ -369,6 +379,7 @@ def test_a_reward_is_judged_by_right_and_wrong_answers(reward, status, words):
 
 @pytest.mark.parametrize("reward", [math_reward, asynchronous, pays_for_any_box, raises_an_error])
 def test_a_reward_is_not_judged_if_all_answers_are_the_same(reward):
+    # Also the one that raises: without a wrong answer it is not called.
     assert rewards.check_reward(reward, ROWS[1:3]).status == SKIPPED
 
 
@@ -532,6 +543,7 @@ def test_a_run_whose_learner_is_far_from_its_engine_is_not_ok(monkeypatch, tmp_p
     monkeypatch.setattr(measure, "_why_not_measured", lambda *_: None)
     monkeypatch.setattr(measure.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     monkeypatch.setattr(measure, "_prompt_ids", lambda *_: [[1]])
+    # Reads the variable when it is called, so that the control below can change it.
     monkeypatch.setattr(measure, "measure", lambda *_: measured)
 
     def statuses():

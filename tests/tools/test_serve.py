@@ -18,6 +18,7 @@ def recipe(tmp_path, tiny_model, tiny_tokenizer):
     tiny_tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "data.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
 
+    # As a user trains by it: nothing in it is about a server but `sync_folder`.
     fields = {
         "model_name_or_path": str(tmp_path / "model"),
         "dataset_name_or_path": str(tmp_path / "data.jsonl"),
@@ -38,6 +39,7 @@ def recipe(tmp_path, tiny_model, tiny_tokenizer):
 def server_options(capsys, recipe, *changes):
     """The options of the command that a dry run prints, by name: their value, or `None` for an option without one."""
     assert main(["--config", str(recipe), "--dry_run", *changes]) is None
+    # As a shell reads what a user copies.
     last_line = capsys.readouterr().out.strip().splitlines()[-1]
     words = shlex.split(last_line)
 
@@ -101,7 +103,8 @@ def test_the_engine_of_a_frozen_base_takes_an_adapter(capsys, recipe):
 @pytest.mark.avx512
 def test_an_fp8_cache_is_the_servers(capsys, recipe):
     assert server_options(capsys, recipe, "--kv_cache_dtype", "fp8")["--kv-cache-dtype"] == "fp8"
-    assert "--kv-cache-dtype" not in server_options(capsys, recipe)  # control
+    # Control: without it vLLM has its default.
+    assert "--kv-cache-dtype" not in server_options(capsys, recipe)
 
 
 def test_a_server_for_a_frozen_base_needs_the_adapter(recipe):
@@ -134,7 +137,8 @@ def test_what_only_the_trainer_reads_may_be_missing_where_the_engine_is(capsys, 
 
     assert server_options(capsys, recipe, *elsewhere, "--resume_from_checkpoint", "true") == expected
 
-    with pytest.raises((ValueError, OSError), match="gone"):  # control
+    # Control: the trainer itself misses them.
+    with pytest.raises((ValueError, OSError), match="gone"):
         parse(["--config", str(recipe), "--use_vllm", "true", "--vllm_mode", "server", *elsewhere])
 
 

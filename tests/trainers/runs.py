@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from slow.toys import copies, logged, stored_tensors
 
 
 SETTINGS = {
@@ -15,6 +16,7 @@ SETTINGS = {
     "report_to": "none",
     "per_device_train_batch_size": 4,
     "max_steps": 2,
+    # So large that two steps change quantized values.
     "learning_rate": 1e-3,
     "save_strategy": "no",
     "logging_steps": 1,
@@ -30,22 +32,37 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def pairs(number: int = 32) -> Dataset:
     """Prompts and completions as text: "40+40=" and "80#"."""
-    return Dataset.from_list(
-        [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}#"} for n in range(40, 40 + number)],
-    )
+    rows = []
+    for n in range(40, 40 + number):
+        rows.append({"prompt": f"{n}+{n}=", "completion": f"{2 * n}#"})
+    return Dataset.from_list(rows)
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     """Copies of all parameters."""
-    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    return copies(trainer.model.named_parameters())
 
 
 def losses(trainer: Any) -> list[float]:
     """The losses that were logged."""
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return logged(trainer, "loss")
 
 
 def same_weights(one: Any, other: Any) -> bool:
     """Whether two trainers ended with the same bits."""
-    expected = weights(other)
-    return all(torch.equal(weight, expected[name]) for name, weight in weights(one).items())
+    return not moved(weights(one), weights(other))
+
+
+def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    """The names of the weights that are not what they were."""
+    assert before.keys() == after.keys()
+    return {name for name, weight in after.items() if not torch.equal(weight, before[name])}
+
+
+def assert_saved(folder: Path, used: dict[str, Any]) -> None:
+    """The low-bit checkpoint of a folder has every tensor of the `LowBitWeight`s that a forward used."""
+    saved = stored_tensors(folder)
+    for place, weight in used.items():
+        layer = place.removesuffix(".weight")
+        for local_name, tensor in weight.data.items():
+            assert torch.equal(saved[f"{layer}.{local_name}"], tensor), place

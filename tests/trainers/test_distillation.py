@@ -10,8 +10,9 @@ import torch
 from conftest import make_tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from quant.schemes import same_tensors
 from slow import toys
-from slow.toys import prompts, randomize_adapter, save_model, stored_tensors
+from slow.toys import logged, prompts, randomize_adapter, save_model, stored_tensors
 from toy_runs import adapter
 from toy_runs import make as make_qarl
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +23,7 @@ from qarl_trl.quant import iter_low_bit_weights
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.trainers.teacher import teaches_by_its_base
 from qarl_trl.validate import check_run
-from trainers.runs import losses, pairs, same_weights, settings, weights
+from trainers.runs import assert_saved, losses, moved, pairs, same_weights, settings, weights
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +52,14 @@ def test_a_student_comes_closer_to_its_own_start(dense_model, tmp_path, distill_
     trainer.train()
     trainer.save_model()
 
+    # The first one is what quantization alone costs. Means of three, since each step has other prompts.
     divergences = losses(trainer)
     assert divergences[0] > 0.005
     assert sum(divergences[-3:]) < 0.7 * sum(divergences[:3])
     assert "distilled from its own start in high precision" in (tmp_path / "run" / "README.md").read_text()
     # The start is still what it was.
     start = AutoModelForCausalLM.from_pretrained(dense_model).state_dict()
-    teacher = trainer.teacher_model.state_dict()
-    assert all(torch.equal(tensor, start[name]) for name, tensor in teacher.items())
+    assert not moved(start, trainer.teacher_model.state_dict())
 
 
 def test_a_teacher_that_numbers_its_tokens_otherwise_is_refused_before_a_model_loads(
@@ -71,10 +72,12 @@ def test_a_teacher_that_numbers_its_tokens_otherwise_is_refused_before_a_model_l
         check_run(dense_model, args, {"teacher_model": teacher, "train_dataset": prompts()})
 
     mixed_up = tmp_path / "mixed up"
+    # The same 15 characters in reverse order: all but the middle one have another number.
     shutil.copytree(other_model, mixed_up)
     toys.make_tokenizer(toys.CHARACTERS[::-1]).save_pretrained(mixed_up)
     words = "the student's tokenizer: 14 of 17 tokens differ. Token 2 is '0' for the student, and ' ' for the teacher"
     with pytest.raises(ValueError, match=words):
+        # By name the tokenizer is read beside the model, by a loaded model where its config says that it came from.
         check(str(mixed_up))
     with pytest.raises(ValueError, match=words):
         check(AutoModelForCausalLM.from_pretrained(mixed_up))
@@ -95,6 +98,7 @@ def test_a_model_that_is_loaded_already_is_copied_for_its_teacher(dense_model, t
     by_name.train()
 
     loaded = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+    # Without a copy student and teacher would be one model.
     by_model = make(loaded, tmp_path / "model")
     by_model.train()
 
@@ -113,6 +117,7 @@ def test_the_base_of_a_merged_adapter_is_the_teacher_bit_for_bit_and_there_is_no
     assert list(second.teacher_model.parameters())
     second.train()
 
+    # Not two students that have nothing to learn: the base in low bits is apart from itself in high precision.
     assert losses(shared) == losses(second)
     assert losses(shared)[0] > 0.005
     assert same_weights(shared, second)
@@ -134,9 +139,12 @@ def test_asking_the_base_leaves_the_student_as_it_was(dense_model, tmp_path):
 
     assert torch.equal(after, before)
     assert trainer.model.training
-    trained = [parameter.requires_grad for name, parameter in trainer.model.named_parameters() if "lora_" in name]
-    assert all(trained)
+    # peft switches an adapter off by taking its gradients, too.
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_" in name:
+            assert parameter.requires_grad, name
 
+    # The teacher is the model of the folder, and knows nothing of the random adapter.
     plain = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
     with torch.no_grad():
         expected = plain.base_model(input_ids=tokens).last_hidden_state
@@ -166,6 +174,7 @@ def test_beside_an_fp8_cache_a_second_model_teaches(dense_model, tmp_path):
 def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
     trainer = make(dense_model, tmp_path, peft_config=adapter(), lora_base="frozen", max_steps=4)
     start = weights(trainer)
+    # The frozen base itself is in low bits, so it cannot teach.
     names = {type(module).__name__ for module in trainer.teacher_model.modules()}
     assert "Linear" in names
     assert not any("Frozen" in name for name in names)
@@ -174,9 +183,9 @@ def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
     trainer.save_model()
 
     assert losses(trainer)[0] > 0.005
-    moved = {name for name, weight in weights(trainer).items() if not torch.equal(weight, start[name])}
-    assert moved
-    assert all("lora_" in name for name in moved)
+    changed = moved(start, weights(trainer))
+    assert changed
+    assert all("lora_" in name for name in changed)
     assert (tmp_path / "base" / "config.json").is_file()
 
 
@@ -184,6 +193,7 @@ def test_a_frozen_base_has_a_teacher_in_high_precision(dense_model, tmp_path):
 def test_student_and_teacher_compute_in_the_precision_of_the_run(dense_model, tmp_path, bf16):
     """TRL's own trainer computes in the dtype of the weights, whatever `bf16` says."""
     trainer = make(dense_model, tmp_path, max_steps=1, bf16=bf16)
+    # Of one layer each: what decides is the same for all of them.
     dtypes = set()
     for model in (trainer.model, trainer.teacher_model):
         layer = model.model.layers[0].mlp.down_proj
@@ -204,6 +214,7 @@ def test_answers_end_at_their_end_token_and_are_cut_to_the_longest(dense_model, 
 
     batch = trainer._generate_and_score_completions(rows)
 
+    # "2", "#" and the end token; eight of the twenty characters of the other, whose end was cut off.
     short, long = batch["completion_ids"]
     assert short.tolist() == [*tokenizer("2#")["input_ids"], 1, *[0] * 5]
     assert batch["completion_mask"][0].tolist() == [1] * 3 + [0] * 5
@@ -213,13 +224,12 @@ def test_answers_end_at_their_end_token_and_are_cut_to_the_longest(dense_model, 
 
 
 def chat_rows():
-    return [
-        {
-            "prompt": [{"role": "user", "content": f"{n}+1="}],
-            "completion": [{"role": "assistant", "content": f"{n + 1}"}],
-        }
-        for n in range(10, 18)
-    ]
+    rows = []
+    for n in range(10, 18):
+        question = {"role": "user", "content": f"{n}+1="}
+        answer = {"role": "assistant", "content": f"{n + 1}"}
+        rows.append({"prompt": [question], "completion": [answer]})
+    return rows
 
 
 def with_template(model, template):
@@ -240,6 +250,7 @@ def test_answers_of_a_chat_are_what_its_template_writes_after_the_prompt(dense_m
     assert batch["prompt_ids"][0].tolist() == tokens("10+1=")["input_ids"]
     assert batch["completion_ids"][0].tolist() == [*tokens("11")["input_ids"], 1]
 
+    # It writes the number of messages first, so that the prompt is another one when an answer follows.
     trainer._tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="renders a prompt otherwise when an answer follows"):
         trainer._generate_and_score_completions(chat_rows()[:1])
@@ -253,13 +264,12 @@ def test_a_run_on_answers_resumes_bit_for_bit_and_saves_what_the_forward_used(de
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
 
     assert same_weights(resumed, straight)
+    # The last update made all low-bit weights out of date: a forward makes them anew.
     with torch.no_grad():
         straight.model(torch.tensor([[3, 4, 5]]))
+    used = straight.low_bit_store.kept()
     straight.save_model()
-    stored = stored_tensors(tmp_path / "run")
-    for layer, weight in straight.low_bit_store.kept().items():
-        for local, tensor in weight.data.items():
-            assert torch.equal(stored[f"{layer.removesuffix('.weight')}.{local}"], tensor)
+    assert_saved(tmp_path / "run", used)
 
 
 def test_rl_goes_on_from_the_distilled_weights_byte_for_byte(dense_model, tmp_path):
@@ -271,12 +281,11 @@ def test_rl_goes_on_from_the_distilled_weights_byte_for_byte(dense_model, tmp_pa
 
     policy = make_qarl(str(tmp_path / "run" / "checkpoint-2"), tmp_path / "rl")
     started = dict(iter_low_bit_weights(policy.model))
-    assert started.keys() == distilled.keys()
-    assert all(torch.equal(started[name], tensor) for name, tensor in distilled.items())
+    assert same_tensors(started, distilled)
 
     # Control: the start of the distillation had other weights.
     before = dict(iter_low_bit_weights(make_qarl(dense_model, tmp_path / "other").model))
-    assert any(not torch.equal(before[name], tensor) for name, tensor in distilled.items())
+    assert moved(before, distilled)
     policy.train()
 
 
@@ -289,9 +298,9 @@ def test_an_evaluation_leaves_the_student_in_training(dense_model, tmp_path):
     without = make(dense_model, tmp_path / "other", peft_config=adapter())
     without.train()
 
-    divergences = [row["eval_loss"] for row in with_evaluations.state.log_history if "eval_loss" in row]
+    divergences = logged(with_evaluations, "eval_loss")
     assert len(divergences) == 2
-    assert all(divergence > 0 for divergence in divergences)
+    assert min(divergences) > 0
     assert losses(with_evaluations) == losses(without)
 
 
@@ -310,6 +319,7 @@ def test_a_resumed_run_needs_the_same_teacher_also_if_that_is_a_loaded_model(den
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
 
     changes = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    # Loaded models have no name in the settings; the trainer keeps where their configs say that they came from.
     make(load(dense_model), tmp_path / "own", **changes).train()
     taught = make(dense_model, tmp_path / "taught", teacher=load(other_model), **changes)
     taught.train()
@@ -376,6 +386,7 @@ def test_a_quantized_start_does_not_teach_itself(gptq_model, dense_model, tmp_pa
         make(gptq_model, tmp_path / "refused", quant_scheme="checkpoint")
 
     # Control: the model that it was made from does.
+    # Its loss is small and not zero: GPTQ's weights are near those of the model.
     trainer = make(gptq_model, tmp_path / "taught", teacher=dense_model, quant_scheme="checkpoint")
     trainer.train()
     assert losses(trainer)[0] > 0.001

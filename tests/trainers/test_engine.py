@@ -22,6 +22,7 @@ from qarl_trl.trainers.engine import build_sync_check
     ],
 )
 def test_the_prompt_of_the_check_fits_the_context(tmp_path, tiny_model, tiny_tokenizer, of_model, of_engine, length):
+    # What the check reads of a trainer, and no more.
     trainer = SimpleNamespace(
         args=config(tmp_path, vllm_max_model_length=of_engine),
         model=tiny_model(num_hidden_layers=1, max_position_embeddings=of_model),

@@ -11,8 +11,9 @@ def result(value):
 
 
 def test_a_loss_takes_its_own_forward_once():
+    # That of `old`, which a loss must not take for its own.
     forward = LossForward()
-    forward.note(result(1.0))  # of `old`
+    forward.note(result(1.0))
 
     forward.forget()
     with pytest.raises(RuntimeError, match="without `_get_per_token_logps_and_entropies`"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from slow.toys import distinct_characters, prompts, save_model, stored_tensors
+from slow.toys import distinct_characters, prompts, save_model
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -34,6 +34,7 @@ from qarl_trl import (
     LowBitSFTTrainer,
 )
 from qarl_trl._compat.construction import streams_its_weights
+from trainers.runs import assert_saved, losses, moved, same_weights, settings, weights
 
 
 @dataclass
@@ -63,45 +64,34 @@ NAMES = list(TRAINERS)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
+    # Where `data_of` looks for it. Of another seed: a student that equals its teacher has nothing to learn.
     save_model(folder / "teacher", layers=1, seed=1)
     return save_model(folder / "model", layers=1)
 
 
 def data_of(name, model):
     """Arguments of the trainer besides model and settings."""
-    if name == "sft":
-        rows = [{"text": f"{number}+{number}={2 * number}#"} for number in range(40, 72)]
-        return {"train_dataset": Dataset.from_list(rows)}
-    if name == "dpo":
-        rows = [
-            {"prompt": f"{number}+1=", "chosen": f"{number + 1}#", "rejected": f"{number}#"}
-            for number in range(40, 72)
-        ]
-        return {"train_dataset": Dataset.from_list(rows)}
     if name == "distillation":
         return {"train_dataset": prompts(), "teacher_model": str(Path(model).with_name("teacher"))}
-    return {"train_dataset": prompts(), "reward_funcs": distinct_characters}
+    if name == "rloo":
+        return {"train_dataset": prompts(), "reward_funcs": distinct_characters}
+
+    rows = []
+    for number in range(40, 72):
+        if name == "sft":
+            rows.append({"text": f"{number}+{number}={2 * number}#"})
+        else:
+            rows.append({"prompt": f"{number}+1=", "chosen": f"{number + 1}#", "rejected": f"{number}#"})
+    return {"train_dataset": Dataset.from_list(rows)}
 
 
 def settings_of(name, folder: Path, **changes):
-    values = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "none",
-        "per_device_train_batch_size": 4,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
+    # The trainers that sample.
+    of_trainer = {
+        "rloo": {"num_generations": 2, "max_completion_length": 8},
+        "distillation": {"max_completion_length": 8},
     }
-    if name == "rloo":
-        values |= {"num_generations": 2, "max_completion_length": 8}
-    if name == "distillation":
-        values |= {"max_completion_length": 8}
-    return values | changes
+    return settings(folder, max_steps=3) | of_trainer.get(name, {}) | changes
 
 
 def make(name, model, folder, **changes):
@@ -110,17 +100,10 @@ def make(name, model, folder, **changes):
     return trainer_class(model=model, args=args, **data_of(name, model))
 
 
-def weights(trainer):
-    return {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
-
-
-def losses(trainer):
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_with_the_scheme_off_it_is_trls_trainer_bit_for_bit(model, tmp_path, name):
     stock_class, stock_config, _, _ = TRAINERS[name]
+    # One after the other: both draw from the same generator, which a constructor seeds.
     args = stock_config(**settings_of(name, tmp_path / "stock"))
     stock = stock_class(model=model, args=args, **data_of(name, model))
     stock.train()
@@ -130,10 +113,10 @@ def test_with_the_scheme_off_it_is_trls_trainer_bit_for_bit(model, tmp_path, nam
 
     assert ours.low_bit_store is None
     assert losses(ours) == losses(stock)
-    expected = weights(stock)
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(ours).items())
+    assert same_weights(ours, stock)
 
-    low_bit = make(name, model, tmp_path / "low")  # control
+    # Control: with a scheme the losses are others.
+    low_bit = make(name, model, tmp_path / "low")
     low_bit.train()
     assert losses(low_bit) != losses(stock)
 
@@ -144,19 +127,17 @@ def test_it_trains_on_low_bit_weights_and_saves_what_the_forward_used(model, tmp
     start = weights(trainer)
     trainer.train()
     assert trainer.low_bit_store.bypassed_layers() == []
-    moved = [name for name, weight in weights(trainer).items() if not torch.equal(weight, start[name])]
-    assert any("_proj" in name for name in moved)
+    # Control: gradients arrive at the weights below the low-bit forward.
+    assert any("_proj" in weight for weight in moved(start, weights(trainer)))
 
+    # The last update made all low-bit weights out of date: a forward makes them anew, before the save could.
     with torch.no_grad():
         trainer.model(torch.tensor([[3, 4, 5]]))
     used = trainer.low_bit_store.kept()
     trainer.save_model()
 
-    stored = stored_tensors(tmp_path)
     assert len(used) == 7
-    for layer, weight in used.items():
-        for local, tensor in weight.data.items():
-            assert torch.equal(stored[f"{layer.removesuffix('.weight')}.{local}"], tensor)
+    assert_saved(tmp_path, used)
     card = (tmp_path / "README.md").read_text()
     assert "The learner ran on weights quantized this way" in card
     assert ("trained by reinforcement learning" in card) == (name == "rloo")
@@ -173,14 +154,15 @@ def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, name):
     straight = make(name, model, tmp_path / "straight", max_steps=4)
     straight.train()
 
-    first = make(name, model, tmp_path / "resumed", max_steps=4, save_strategy="steps", save_steps=2)
+    changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    first = make(name, model, tmp_path / "resumed", **changes)
     first.train()
-    expected = weights(first)
-    resumed = make(name, model, tmp_path / "resumed", max_steps=4, save_strategy="steps", save_steps=2)
+    resumed = make(name, model, tmp_path / "resumed", **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "resumed" / "checkpoint-2"))
 
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(straight).items())
-    assert all(torch.equal(weight, expected[name]) for name, weight in weights(resumed).items())
+    # Neither saving nor resuming leaves a trace.
+    assert same_weights(straight, first)
+    assert same_weights(resumed, first)
 
 
 def test_a_config_without_the_low_bit_half_is_refused(model, tmp_path):
@@ -213,10 +195,12 @@ def test_a_trainer_that_streams_master_weights_to_its_server_is_refused(model, t
     class Trainer(LowBitMixin, AsyncGRPOTrainer):
         pass
 
+    # A user who writes a stream of low-bit weights has seen to it.
     class WithItsOwnStream(Trainer):
         def _streaming_iter(self):
             yield from ()
 
+    # No server runs: the refusal comes before anything looks for it.
     args = Config(str(tmp_path), use_cpu=True, report_to="none")
     with pytest.raises(ValueError, match="Trainer would send its server the weights in high precision"):
         Trainer(model, [distinct_characters], args, train_dataset=prompts())

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from toy_runs import logged, make
+from slow.toys import logged
+from toy_runs import make
 
 from qarl_trl import QaRLTrainer
 
@@ -28,6 +29,7 @@ def passes_of_a_run(trainer: QaRLTrainer) -> Passes:
     """Train, with a model whose numbers depend on the shape of a pass."""
     passes = Passes()
 
+    # Only passes that score: generation runs the same model without `fused_lm_head`.
     def spy(module, args, kwargs):
         if "fused_lm_head" in kwargs:
             kind = passes.loss if torch.is_grad_enabled() else passes.old
@@ -48,6 +50,11 @@ def passes_of_a_run(trainer: QaRLTrainer) -> Passes:
     return passes
 
 
+def tokens_of(passes):
+    """The shape of each pass: a row of all its tokens."""
+    return [ids.shape for ids in passes]
+
+
 @pytest.mark.parametrize(("budget", "cuts_micro_batches"), [(22528, False), (64, True)])
 def test_old_is_computed_in_the_passes_of_the_loss_and_the_ratio_is_exactly_one(
     dense_model, tmp_path, budget, cuts_micro_batches
@@ -56,12 +63,14 @@ def test_old_is_computed_in_the_passes_of_the_loss_and_the_ratio_is_exactly_one(
 
     passes = passes_of_a_run(trainer)
 
+    # Four micro-batches, each an update of its own.
     if cuts_micro_batches:
         assert len(passes.old) > 4
     else:
         assert len(passes.old) == 4
     assert len(passes.old) == len(passes.loss)
     assert all(map(torch.equal, passes.old, passes.loss))
+    # Exactly, not nearly: in another shape each log-prob would be 1e-5 a token off.
     assert logged(trainer, "ratio/min") == [1.0] * 4
     assert logged(trainer, "ratio/max") == [1.0] * 4
 
@@ -99,6 +108,7 @@ def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(dense_mo
 
     passes = passes_of_a_run(trainer)
 
-    assert [ids.shape for ids in passes.old] != [ids.shape for ids in passes.loss]
-    ratios = logged(trainer, "ratio/min") + logged(trainer, "ratio/max")
-    assert max(abs(ratio - 1) for ratio in ratios) > 1e-6
+    assert tokens_of(passes.old) != tokens_of(passes.loss)
+    # Exactly 1 above, so this is far off.
+    ratios = torch.tensor(logged(trainer, "ratio/min") + logged(trainer, "ratio/max"))
+    assert (ratios - 1).abs().max() > 1e-6

@@ -43,10 +43,11 @@ def test_a_wrong_reward_stops_the_run(dense_model, tmp_path, reward, words):
 
 def test_rewards_are_those_of_trl(dense_model, tmp_path):
     trainer = make(dense_model, tmp_path, distinct_characters)
+    # Four answers to one prompt, with one to three different characters.
     rows = [{"prompt": "1+1="}] * 4
     answers = ["1", "12", "121", "1213"]
 
-    rewards = trainer._calculate_rewards(rows, [row["prompt"] for row in rows], answers, [[3]] * 4)
+    rewards = trainer._calculate_rewards(rows, ["1+1="] * 4, answers, [[3]] * 4)
 
     assert rewards.flatten().tolist() == [1, 2, 2, 3]
     trainer.train()

@@ -82,6 +82,7 @@ def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
 
     with pytest.raises(ImportError, match=r"pip install 'qarl_trl\[vllm\]'.*use_vllm=False"):
         config(**VLLM)
+    # Control: who samples with transformers needs none.
     config()
 
 
@@ -149,6 +150,7 @@ def test_a_group_size_beside_the_scheme_of_the_checkpoint_is_refused(config):
     ids=str,
 )
 def test_beside_a_cpu_engine_a_low_bit_learner_takes_its_kernel_and_operations(config, settings, kernel, operations):
+    # bfloat16, because the engine computes in it, and float32 alone is a reason against its operations.
     args = config(**{"bf16": True} | VLLM | settings)
 
     assert args.learner_kernel == kernel

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from datasets import Dataset
-from slow.test_invariants import _record_forward
+from slow.test_invariants import _agree, _layers_of, _record_forward
 from slow.toys import stored_tensors
 from toy_runs import adapter
 from transformers import Lfm2Config
@@ -13,12 +12,15 @@ from trl import SFTConfig, SFTTrainer
 
 from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer
 from qarl_trl.validate import check_run
-from trainers.runs import losses, pairs, same_weights, settings, weights
+from trainers.runs import losses, moved, pairs, same_weights, settings, weights
 
 
 def texts(number=32):
     """Rows of texts."""
-    return Dataset.from_list([{"text": f"{n}+{n}={2 * n}#"} for n in range(40, 40 + number)])
+    rows = []
+    for n in range(40, 40 + number):
+        rows.append({"text": f"{n}+{n}={2 * n}#"})
+    return Dataset.from_list(rows)
 
 
 def make(model, folder, data=None, peft_config=None, **changes):
@@ -58,6 +60,7 @@ def test_rows_that_share_a_sequence_do_not_see_each_other(dense_model, tmp_path)
     """The first loss: of packed rows and of rows with padding, over the same tokens."""
     few = texts(4)
     alone = make(dense_model, tmp_path / "alone", few, max_steps=1)
+    # One row of a batch of one, for the four rows of the other trainer's batch.
     packed = make(
         dense_model, tmp_path / "packed", few, max_steps=1, packing=True, max_length=64, per_device_train_batch_size=1
     )
@@ -76,6 +79,7 @@ def test_weights_that_were_written_past_the_optimizer_are_scored(dense_model, tm
         dense_model, LowBitSFTConfig(**settings(tmp_path)), train_dataset=pairs(), eval_dataset=pairs(4)
     )
     trainer.train()
+    # Now the store has low-bit weights that were in use, and would go on with them.
     before = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
 
     for parameter in trainer.model.parameters():
@@ -105,6 +109,7 @@ def test_rows_that_share_a_sequence_are_refused_where_layers_run_on(tmp_path, ch
     """A convolution or a state space reads its neighbours whatever their positions say."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    # A config says enough: the refusal comes before a model is built.
     for name, layer_types in (("mixed", ["conv", "full_attention"]), ("attention", ["full_attention"] * 2)):
         Lfm2Config(**sizes, **heads, layer_types=layer_types).save_pretrained(tmp_path / name)
     mixed = str(tmp_path / "mixed")
@@ -126,16 +131,18 @@ def test_a_merged_adapter_is_trained_and_the_merged_model_is_saved(dense_model, 
     trainer = make(dense_model, tmp_path, peft_config=adapter())
     start = weights(trainer)
     trainer.train()
+    # The adapter is what resumes, the merged model in `low_bit` is what an engine loads.
     trainer.save_model()
 
-    moved = {name for name, weight in weights(trainer).items() if not torch.equal(weight, start[name])}
-    assert moved
-    assert all("lora_" in name for name in moved)
+    changed = moved(start, weights(trainer))
+    assert changed
+    assert all("lora_" in name for name in changed)
 
+    # All seven layers, of which the adapter has two: the others are in low bits all the same.
     stored = stored_tensors(tmp_path / "low_bit")
     used = _record_forward(trainer.model)
-    assert len({name.rpartition(".")[0] for name in used}) == 7
-    assert all(torch.equal(stored[name], tensor) for name, tensor in used.items())
+    assert len(_layers_of(used)) == 7
+    assert _agree(used, stored)
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
@@ -149,7 +156,7 @@ def test_an_adapter_beside_a_frozen_base_is_trained_and_resumes_bit_for_bit(dens
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
 
     assert same_weights(resumed, straight)
-    assert not all(torch.equal(weight, start[name]) for name, weight in weights(straight).items())  # control
+    assert moved(start, weights(straight))  # control
     straight.save_model()
     assert (tmp_path / "straight" / "base" / "config.json").is_file()
 
@@ -173,7 +180,8 @@ def test_data_without_the_columns_are_refused_before_a_model_loads(dense_model, 
 @pytest.mark.parametrize("packing", [False, True])
 def test_data_of_which_nothing_is_left_to_learn_are_refused(dense_model, tmp_path, packing, caplog):
     """TRL (1.16) trains on packed ones with a loss of 0, and leaves out the others."""
-    some = Dataset.from_list([*pairs(6), *({"prompt": "1+1+1+1+1=", "completion": "5#"} for _ in range(2))])
+    # Six prompts of six tokens, and two of ten: with max_length=6 no completion begins before the cut.
+    some = Dataset.from_list([*pairs(6), *[{"prompt": "1+1+1+1+1=", "completion": "5#"}] * 2])
 
     with pytest.raises(ValueError, match="No row has a token to learn within max_length=6"):
         make(dense_model, tmp_path / "none", some, max_length=6, packing=packing)
@@ -196,6 +204,7 @@ def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense
         check_run(dense_model, args, {"train_dataset": Dataset.from_list(data)})
 
     with pytest.raises(ValueError, match="has messages, and the tokenizer has no chat template: set chat_template"):
+        # TRL would fail only when it maps the data set, after the model has loaded.
         check([row])
 
     # Controls.
@@ -225,6 +234,7 @@ def test_settings_that_cannot_run_are_refused(tmp_path, changes, words):
 
 def rows_of_a_run(model, folder, checkpoint=None, **changes):
     """The rows that a run of one epoch trains on."""
+    # 16 rows in four updates, and a checkpoint after the second.
     values = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": -1, "save_steps": 2}
     values |= {"num_train_epochs": 1, "save_strategy": "steps"} | changes
     trainer = LowBitSFTTrainer(model, LowBitSFTConfig(**settings(folder, **values)), train_dataset=pairs(16))
@@ -232,7 +242,8 @@ def rows_of_a_run(model, folder, checkpoint=None, **changes):
     compute_loss = trainer.compute_loss
 
     def noted(model, inputs, *args, **kwargs):
-        rows.extend(tuple(row) for row in inputs["input_ids"].tolist())
+        # As tuples, of which the test makes sets.
+        rows.extend(map(tuple, inputs["input_ids"].tolist()))
         return compute_loss(model, inputs, *args, **kwargs)
 
     trainer.compute_loss = noted
@@ -255,7 +266,8 @@ def test_a_resume_with_updates_of_another_size_says_which_rows_it_moves(dense_mo
 
     rest = rows_of_a_run(dense_model, tmp_path / "rest", str(tmp_path / "first" / "checkpoint-2"), **changes)
 
-    said = [record.getMessage() for record in caplog.records if "rows of the data set" in record.getMessage()]
+    said = [message for message in caplog.messages if "rows of the data set" in message]
+    # Each of the 16 rows is another one. The checkpoint was written after the first 8 of them.
     twice = len(set(first) & set(rest))
     never = 16 - len(set(first) | set(rest))
     if words is None:

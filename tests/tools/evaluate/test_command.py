@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from lines import lines_that_begin, write_rows
 from safetensors.torch import load_file, save_file
 
 from qarl_trl import cli
@@ -25,6 +26,7 @@ FACTOR = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
 
 @pytest.fixture(autouse=True)
 def no_engine(tmp_path, monkeypatch):
+    # A refusal that comes after an engine has started is too late.
     def start(*args, **kwargs):
         raise AssertionError("an engine was started")
 
@@ -49,6 +51,7 @@ def models(tmp_path_factory):
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (folder / "cut" / "model.safetensors.index.json").write_text(json.dumps(index))
 
+    # A layer without its scale, of which transformers would only warn.
     shutil.copytree(folder / "w4a16", folder / "no_scale")
     tensors = load_file(folder / "no_scale" / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.weight_scale"]
@@ -59,10 +62,10 @@ def models(tmp_path_factory):
 @pytest.fixture
 def sums(tmp_path):
     """A suite of four problems."""
-    path = tmp_path / "sums.jsonl"
-    rows = [{"problem": f"{i}+{i}=", "answer": str(2 * i)} for i in range(4)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    rows = []
+    for number in range(4):
+        rows.append({"problem": f"{number}+{number}=", "answer": str(2 * number)})
+    return write_rows(tmp_path / "sums.jsonl", rows)
 
 
 def stopped(capsys, *argv):
@@ -71,9 +74,8 @@ def stopped(capsys, *argv):
         cli.main(["eval", *argv])
     assert end.value.code == 2
 
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("qarl-trl eval: ")]
-    assert len(lines) == 1
-    return lines[0]
+    (line,) = lines_that_begin(capsys.readouterr().err, "qarl-trl eval: ")
+    return line
 
 
 # What is refused ----------------------------------------------------------------------------------------------------
@@ -82,7 +84,8 @@ def stopped(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "field"),
     [
-        (["--k", "4", "--temperature", "0"], "greedy"),  # vLLM's words
+        # vLLM's words.
+        (["--k", "4", "--temperature", "0"], "greedy"),
         (["--pass_at", "1", "8"], "--pass_at"),
         (["--engine_kwargs", "[1]"], "--engine_kwargs"),
         (["--conversational", "perhaps"], "--conversational"),
@@ -130,11 +133,13 @@ def test_a_tokenizer_of_another_model_is_refused_before_the_engine(capsys, model
 
     line = stopped(capsys, str(folder), "--suite", sums)
 
+    # Of all characters in the prompts the equals sign has the largest token.
     tokens = make_tokenizer()("0+0=3")["input_ids"]
     assert f"{folder}/config.json: vocab_size is 3, and the tokenizer makes token {max(tokens)} of a prompt." in line
 
 
 def test_a_tokenizer_may_know_more_tokens_than_its_model_if_no_prompt_has_them(models, sums, tmp_path, engine_calls):
+    # Control of the test above: the tokens of the prompts are what counts.
     size = max(make_tokenizer()("0123+=")["input_ids"]) + 1
     assert size < len(make_tokenizer())
     folder = with_config(tmp_path / "small", models, "plain", vocab_size=size)
@@ -186,6 +191,7 @@ def engine_calls(monkeypatch):
         calls.params = params
         outputs = []
         for number in range(len(prompts)):
+            # The answer to `number + number`, in the order of the suite.
             text = f"\\boxed{{{2 * number}}}"
             right = SimpleNamespace(text=text, token_ids=range(10), finish_reason="stop")
             cut = SimpleNamespace(text="hm", token_ids=range(30), finish_reason="length")
@@ -215,6 +221,7 @@ def test_an_adapter_is_evaluated_beside_its_frozen_base_alone(capsys, models, su
     """Beside another model it is another policy, which nobody trained."""
     base = models / "w4a16"
     adapter = make_adapter(tmp_path / "run", models, base)
+    # Its config names a base, but nothing says that it was frozen: it may have been merged before each quantization.
     assert "got another adapter" in stopped(capsys, str(adapter), "--suite", sums)
 
     name_base(adapter, str(base), None, models / "plain")
@@ -227,7 +234,8 @@ def test_an_adapter_is_evaluated_beside_its_frozen_base_alone(capsys, models, su
     assert results["precision"] == "W4A16 (weights int4 per group 128), with an adapter beside it"
     assert engine_calls.folders == (base, adapter)
 
-    (adapter / "config.json").write_text("{}")  # of a later run with all weights
+    # Of a later run with all weights in the same folder.
+    (adapter / "config.json").write_text("{}")
     assert "got another adapter" in stopped(capsys, *argv[1:])
 
 
@@ -242,9 +250,11 @@ def test_results_hold_scores_and_settings_and_versions(capsys, models, sums, eng
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["precision"] == "W4A16 (weights int4 per group 128)"
     assert results["settings"]["temperature"] == 0.6
+    # A library that is not installed would have no version, and the results could not be repeated.
     assert None not in results["versions"].values()
     # Two of four completions are right, and the other two are three times as long.
     suite = results["suites"]["sums"]
+    # Every problem has the same share, so there is no error between problems.
     assert suite["avg@4"] == suite["pass@1"] == {"value": 0.5, "stderr": 0.0}
     assert suite["pass@4"]["value"] == 1.0
     assert (suite["problems"], suite["mean_tokens"], suite["cut_off"]) == (3, 20.0, 0.5)
@@ -315,6 +325,7 @@ def test_a_chat_prompt_has_a_chat_message_for_an_answer():
     problem = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
     answers = [{"text": "2", "token_ids": [3]}, {"text": "3", "token_ids": [4]}]
 
+    # Neither is a reward that can be averaged.
     assert grade(reward, problem, answers) == [None, None]
     assert seen == [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]]
     with pytest.raises(ValueError, match="must give 1 rewards, got 2"):
@@ -341,6 +352,7 @@ def test_the_share_of_memory_reaches_the_engine(models, sums, engine_calls):
 def test_each_prompt_has_its_own_seed(models, sums, engine_calls):
     evaluate(models / "w4a16", sums, "--limit", "3")
 
+    # With one seed for all, equal prompts would get equal answers.
     assert len({params.seed for params in engine_calls.params}) == 3
     assert engine_calls.params[0].n == 4
 
@@ -355,7 +367,8 @@ def test_secrets_reach_the_engine_and_nothing_else(capsys, models, sums, engine_
     written = (tmp_path / "out" / "results.json").read_text()
     completions = (tmp_path / "out" / "completions.jsonl").read_text()
     assert SECRET not in written + completions + capsys.readouterr().out
-    assert json.loads(written)["settings"]["engine_kwargs"]["max_num_seqs"] == 2  # control: the rest is there
+    # Control: the rest is there.
+    assert json.loads(written)["settings"]["engine_kwargs"]["max_num_seqs"] == 2
 
 
 def test_results_are_not_overwritten(capsys, models, sums, engine_calls):

@@ -9,6 +9,7 @@ from qarl_trl.tools.evaluate.score import pass_at_k, summarize, table
 
 
 REWARDS = {
+    # By problem, two answers each: suites of unequal lengths, so that the order of the means matters.
     "a": [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]],
     "b": [[1.0, 0.0]] * 10,
 }
@@ -50,6 +51,7 @@ def test_standard_errors_are_those_of_a_mean():
     """The outside oracle: a share p of n independent answers has the error sqrt(p (1 - p) / (n - 1))."""
     a = [[1.0]] * 30 + [[0.0]] * 70
     b = [[1.0]] * 50 + [[0.0]] * 50
+    # With n - 1, as of a sample.
     variance_a = 0.3 * 0.7 / 99
     variance_b = 0.5 * 0.5 / 99
 
@@ -59,6 +61,7 @@ def test_standard_errors_are_those_of_a_mean():
     stderr_b = summary["suites"]["b"]["avg@1"]["stderr"]
     assert stderr_a == pytest.approx(math.sqrt(variance_a))
     assert stderr_b == pytest.approx(math.sqrt(variance_b))
+    # Suites are independent, so variances add up.
     assert summary["mean"]["avg@1"]["stderr"] == pytest.approx(math.sqrt(variance_a + variance_b) / 2)
 
 
@@ -92,5 +95,6 @@ def test_rewards_of_none_are_not_counted():
 
     assert summary["suites"]["a"]["avg@2"]["value"] == 0.75
     assert summary["suites"]["a"]["pass@2"]["value"] == 1.0
+    # A suite without any reward has no score, and with it there is no mean over suites.
     assert summary["suites"]["b"]["avg@2"] == {"value": None, "stderr": None}
     assert summary["mean"]["avg@2"]["value"] is None

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import make_tokenizer
+from lines import write_rows
 
 from qarl_trl.methods import QaRLScriptArguments
 from qarl_trl.tools.evaluate.command import _load_problems, make_parser
@@ -12,18 +13,14 @@ from qarl_trl.train import load_datasets
 
 
 ROWS = [{"problem": "1 + 1 =", "answer": "2"}, {"problem": "2 + 2 =", "answer": "4"}]
-UNREADABLE = r"x_{0} \cos (\omega t)+$ $\dot{x}_{0} \sin (\omega t) / \omega"  # of Minerva
+# An answer of Minerva, which math_verify does not parse.
+UNREADABLE = r"x_{0} \cos (\omega t)+$ $\dot{x}_{0} \sin (\omega t) / \omega"
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if think %} hm{% endif %}"
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_math_stands_for_the_six_suites_of_the_paper():
@@ -50,6 +47,7 @@ def prompt_ids_of_trl(tokenizer, template_kwargs, rows):
     """Token ids of the prompts as TRL's trainer makes them."""
     from trl import GRPOTrainer
 
+    # Without its constructor, which would load a model. These are the attributes that the method reads.
     trainer = object.__new__(GRPOTrainer)
     trainer.__dict__ |= {
         "processing_class": tokenizer,
@@ -83,10 +81,12 @@ RECIPES = {
 
 def prompts_of_training(source, tokenizer, recipe):
     """Token ids of the prompts of a run with a recipe."""
-    settings = {key: value for key, value in recipe.items() if key != "chat_template_kwargs"}
+    settings = dict(recipe)
+    # A field of TRL's config, where all others are of the script's arguments.
+    template_kwargs = settings.pop("chat_template_kwargs", {})
     script_args = QaRLScriptArguments(dataset_name_or_path=source, **settings)
     rows, _ = load_datasets(script_args, with_eval=False)
-    return prompt_ids_of_trl(tokenizer, recipe.get("chat_template_kwargs", {}), rows)
+    return prompt_ids_of_trl(tokenizer, template_kwargs, rows)
 
 
 def prompts_of_eval(source, tokenizer, recipe):
@@ -102,15 +102,19 @@ def prompts_of_eval(source, tokenizer, recipe):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
 def test_prompts_are_those_of_training_with_the_same_settings(tmp_path, recipe):
     """Against TRL's own tokenization, of a model with a chat template: also text is completed as text."""
-    rows = [row | {"task": f"task {row['problem']}", "result": row["answer"]} for row in ROWS]
-    source = write_rows(tmp_path / "sums.jsonl", [row | {"messages": CONVERSATION} for row in rows])
+    rows = []
+    for row in ROWS:
+        others = {"task": f"task {row['problem']}", "result": row["answer"], "messages": CONVERSATION}
+        rows.append(row | others)
+    source = write_rows(tmp_path / "sums.jsonl", rows)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
 
     expected = prompts_of_training(source, tokenizer, recipe)
 
     assert prompts_of_eval(source, tokenizer, recipe) == expected
-    if recipe:  # control: the settings change the prompts
+    # Control: the settings change the prompts.
+    if recipe:
         assert prompts_of_training(source, tokenizer, {}) != expected
 
 
@@ -153,4 +157,5 @@ def test_a_template_that_fails_is_one_line(tmp_path, template):
         load_problems(source, "test", None, tokenizer, {})
     assert "\n" not in str(error.value)
 
-    assert len(load_problems(source, "test", None, tokenizer, {}, conversational=False)) == 2  # control
+    # Control: the advice of the error works.
+    assert len(load_problems(source, "test", None, tokenizer, {}, conversational=False)) == 2

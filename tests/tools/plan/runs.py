@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.memory.advice import Advice, Trial
 from qarl_trl.tools.plan.memory.moments import moments
 from qarl_trl.tools.plan.run import GIB, Run
 
@@ -18,8 +19,10 @@ from qarl_trl.tools.plan.run import GIB, Run
 def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, **changes: Any) -> Run:
     """The run of a model, which may be without weights; `changes` replace fields of it."""
     optimizer = "muon" if muon else "adamw_torch"
+    # Under DDP each rank has all of a tensor, whatever their number.
     ranks_that_gather = changes.get("ranks", 1) if changes.get("fsdp2") else 1
 
+    # recipes/qwen3-8b-base/w4a16_qarl_tbpo.yaml on an H100.
     fields = {
         "parameters": meta.parameters(model, optimizer, ranks_that_gather),
         "config": config,
@@ -37,10 +40,32 @@ def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, *
     return Run(**fields | changes)
 
 
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of all tensors together."""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def lever_names(advised: Advice) -> set[str]:
+    """The names of the levers that were tried alone."""
+    return {trial.lever.name for trial in advised.alone}
+
+
+def trial_of(advised: Advice, name: str) -> Trial:
+    """The trial of a lever."""
+    return next(trial for trial in advised.alone if trial.lever.name == name)
+
+
 def resident(run: Run) -> dict[str, int]:
     """Bytes of what stays between the steps of a run, without what is assumed."""
+    # Without an engine a rollout holds nothing else.
     rollout = moments(replace(run, engine=""))["rollout"]
-    return {name: size for name, size in rollout.items() if "assumed" not in name}
+
+    sizes = {}
+    for name, size in rollout.items():
+        # CUDA's context and the like, which a CPU does not have.
+        if "assumed" not in name:
+            sizes[name] = size
+    return sizes
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
@@ -48,11 +73,14 @@ def peak_bytes(function: Callable[[], Any]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
 
-    # The profiler's list is not in the order of time, and frees are negative.
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    # The profiler's list is not in the order of time.
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+
     now = 0
     most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
+    for event in events:
+        if event.name() == "[memory]":
+            # Negative for a free.
+            now += event.nbytes()
+            most = max(most, now)
     return most

@@ -30,6 +30,7 @@ def plan(capsys, *argv):
 
 def run_of(path, gpus=8, memory=79, sharding="fsdp2", *argv):
     """The run of a recipe, in numbers."""
+    # 79 GiB are what an H100 of 80 GB has.
     return advise(["--config", str(path), *map(str, argv)], Hardware(gpus, memory, sharding)).run
 
 
@@ -117,8 +118,10 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
     sharded = host_bytes(run_of(EIGHT_GPUS, 16, 79, "fsdp2"))
     copied = host_bytes(run_of(EIGHT_GPUS, 16, 79, "ddp"))
 
-    assert sharded == 4 * 8_190_735_360  # float32
-    assert copied == 8 * sharded  # 8 of the 16 are on one machine
+    # Qwen3-8B's parameters in float32.
+    assert sharded == 4 * 8_190_735_360
+    # 8 of the 16 processes are on one machine.
+    assert copied == 8 * sharded
 
 
 @pytest.mark.parametrize(
@@ -142,6 +145,7 @@ def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(c
 
 
 def test_the_longest_row_limits_an_answer_that_has_no_limit_of_its_own(capsys, tmp_path):
+    # TRL's config says "no limit" by `None`, and then vLLM's model length is one.
     recipe = yaml.safe_load(EIGHT_GPUS.read_text()) | {"max_completion_length": None}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
@@ -173,7 +177,8 @@ def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it():
     server = run_of(EIGHT_GPUS, 8, 79, None, *SERVER)
 
     assert fits(server)
-    assert peaks(server)["rollout"] < peaks(colocated)["rollout"]  # these GPUs wait
+    # The trainer's GPUs wait during a rollout.
+    assert peaks(server)["rollout"] < peaks(colocated)["rollout"]
     for count in (synced_bytes, engine_weights, cache_tokens):
         assert count(server) == count(colocated) > 0
 
@@ -192,4 +197,5 @@ def test_a_server_without_room_for_a_row_does_not_fit(capsys):
 
     assert code == 1
     assert "The engine has no room for one row" in printed.out
+    # The share of another machine is no lever of this one.
     assert "would fit" not in printed.out

@@ -11,14 +11,10 @@ from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.store import iter_low_bit_weights, low_bit_store
 from qarl_trl.tools.plan import model as meta
 from qarl_trl.tools.plan.memory.engine import synced_bytes
-from tools.plan.runs import example_run, resident
+from tools.plan.runs import example_run, nbytes, resident
 
 
 ROOT = Path(__file__).parents[3]
-
-
-def nbytes(tensors):
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def quantized_bytes(model):
@@ -29,15 +25,17 @@ def quantized_bytes(model):
     return total
 
 
+# Biases and zero points, 8-bit activations, and experts: each has tensors that the others do not.
 @pytest.mark.parametrize(("kind", "scheme"), [("qwen2", "W4A16_ASYM"), ("qwen3", "W8A8"), ("qwen3_moe", "W4A16")])
 def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme):
     model = apply_quantization(make_model(kind), scheme)
     skeleton = meta.model_without_weights(model.config, torch.float32, quantization=scheme)
     run = example_run(skeleton, model.config, muon=False)
 
-    streamed = [tensor for _, tensor in iter_low_bit_weights(model)]  # also makes the quantized values
+    # Also makes the quantized values, which the store then keeps.
+    streamed = dict(iter_low_bit_weights(model))
 
-    assert synced_bytes(run) == nbytes(streamed)
+    assert synced_bytes(run) == nbytes(streamed.values())
     assert resident(run)["quantized values"] == quantized_bytes(model)
     assert resident(run)["master weights"] == nbytes(model.parameters())
 
@@ -87,9 +85,11 @@ def test_models_that_are_named_need_no_download():
     names = models_of_readme_and_recipes()
     assert len(names) > 5
 
+    # TRL's docs name these. Instruct and dated variants share the bundled sizes of their model.
     variants = {"Qwen/Qwen2-0.5B-Instruct", "Qwen/Qwen3-4B-Instruct-2507", "meta-llama/Llama-3.2-1B"}
     for name in names | variants:
         assert meta.read_config(name).hidden_size > 0
 
-    with pytest.raises(ValueError, match="nobody/Qwen3-8B"):  # control
+    # Control: the owner counts. A model of that name by somebody else may have other sizes.
+    with pytest.raises(ValueError, match="nobody/Qwen3-8B"):
         meta.read_config("nobody/Qwen3-8B")

@@ -25,7 +25,7 @@ from qarl_trl.tools.plan.memory.learner import host_bytes
 from qarl_trl.tools.plan.memory.moments import fits, moments, peaks
 from qarl_trl.tools.plan.run import Hardware, Teacher
 from qarl_trl.tools.plan.settings import _teacher_of
-from tools.plan.runs import example_run, peak_bytes
+from tools.plan.runs import example_run, lever_names, nbytes, peak_bytes, trial_of
 from tools.plan.test_command import plan
 
 
@@ -206,7 +206,7 @@ def test_a_teacher_of_four_bytes_may_be_halved():
     four = ("--teacher_model_init_kwargs", '{"dtype": "float32", "attn_implementation": "eager"}')
     advised = advise(["--config", str(DISTILL), *four], Hardware(1, 79), METHODS["distill"])
 
-    lever = next(trial for trial in advised.alone if trial.lever.name == "teacher in bfloat16")
+    lever = trial_of(advised, "teacher in bfloat16")
     assert peaks(lever.run) == peaks(plain)
     # As it is pasted into a shell, with what else the recipe says.
     expected = """--teacher_model_init_kwargs '{"dtype": "bfloat16", "attn_implementation": "eager"}'"""
@@ -214,18 +214,22 @@ def test_a_teacher_of_four_bytes_may_be_halved():
     # Control: no lever where it has two bytes, or there is none.
     for command, path in (("distill", DISTILL), ("rloo", RLOO)):
         advised = advise(["--config", str(path)], Hardware(1, 79), METHODS[command])
-        assert all(trial.lever.name != "teacher in bfloat16" for trial in advised.alone)
+        assert "teacher in bfloat16" not in lever_names(advised)
 
 
 @pytest.mark.parametrize(("command", "path"), [("distill", DISTILL), ("sft", SFT), ("rloo", RLOO)])
 def test_levers_of_other_trainers_are_those_that_they_have(command, path):
-    alone = advise(["--config", str(path)], Hardware(1, 79), METHODS[command]).alone
+    advised = advise(["--config", str(path)], Hardware(1, 79), METHODS[command])
 
-    names = {trial.lever.name for trial in alone}
+    names = lever_names(advised)
     assert {"gradient checkpointing", "AdamW in 8 bits", "LoRA", "LoRA, frozen base"} <= names
     assert ("sleep mode" in names) == (command != "sft")
-    refused = [trial.refusal for trial in alone if trial.run is None]
-    assert [refusal.partition(" ")[0] for refusal in refused] == ["use_liger_kernel"]
+
+    refused = []
+    for trial in advised.alone:
+        if trial.run is None:
+            refused.append(trial.refusal.partition(" ")[0])
+    assert refused == ["use_liger_kernel"]
 
 
 @pytest.mark.parametrize(("command", "path"), [("distill", DISTILL), ("sft", SFT), ("rloo", RLOO)])
@@ -241,10 +245,6 @@ def test_what_does_not_fit_is_proposed_in_words_of_its_trainer(command, path):
 
 
 # The teacher, against real tensors ----------------------------------------------------------------------------------
-
-
-def nbytes(tensors):
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +276,16 @@ def test_a_trainer_has_the_bytes_of_a_teacher_that_are_counted(tmp_path, dtype, 
 
     weights = list(trainer.teacher_model.parameters())
     assert nbytes(weights) == sum(parameter.entries * parameter.size for parameter in counted.parameters)
-    assert {weight.element_size() for weight in weights} == ({size} if size else set())
-    # Weights that want no gradient: autocast would keep a copy of each, and FSDP2 would make them float32.
-    assert not any(weight.requires_grad for weight in weights)
-    assert lora == any(weight.requires_grad for weight in trainer.model.parameters() if weight.shape[0] == 4)
+    # Without bytes of its own it has no weights: the student without its adapter is the teacher.
+    assert bool(weights) == bool(size)
+    for weight in weights:
+        assert weight.element_size() == size
+        # Else autocast would keep a copy of each, and FSDP2 would make them float32.
+        assert not weight.requires_grad
+
+    # Control: the student has an adapter, of rank 4, or none.
+    factors = [weight for weight in trainer.model.parameters() if weight.requires_grad and weight.shape[0] == 4]
+    assert bool(factors) == lora
 
 
 # Wider than other toys, so that layers are not lost beside logits; its MLP is as wide as Qwen2.5's.
@@ -348,7 +354,8 @@ def test_peak_of_an_update_of_a_distillation(monkeypatch, tile):
         )  # fmt: skip
         divergence.sum().backward()
 
-    update()  # makes gradients and quantized values, which stay
+    # Makes gradients and quantized values, which stay.
+    update()
     run = with_teacher(student, teacher, low_bit_forward=True)
 
     def estimated(run):

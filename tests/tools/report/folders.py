@@ -5,7 +5,18 @@ import json
 from qarl_trl.tools.report.plots import FLOOR, PANELS
 
 
-DRAWN = [FLOOR, *(name for panel in PANELS for name in panel.metrics if name != "eval_reward")]
+def drawn_metrics():
+    """What the page draws of the log lines of a training."""
+    names = [FLOOR]
+    for panel in PANELS:
+        names += panel.metrics
+
+    # It has log lines of its own.
+    names.remove("eval_reward")
+    return names
+
+
+DRAWN = drawn_metrics()
 # Prefixes of the metrics that are logged once for a rollout batch, at its first update.
 OF_A_ROLLOUT = ("reward", "mismatch/", "sync/", "quant/", "completions/")
 
@@ -22,8 +33,10 @@ def log_line(step, updates, changes):
     row = {}
     for i, name in enumerate(DRAWN):
         row[name] = (i + 2) / 100 + 1e-4 * step
+    # Sums of powers of two, which tests compare exactly. The ratio goes away from 1 within a rollout batch.
     row["ratio/min"] = 1 - update / 64 - batch / 1024
     row["ratio/max"] = 1 + update / 64 + batch / 1024
+    # Of a healthy run: within the limits of `verdict`.
     row["error_tokens/frac"] = 1e-5 * step
     row["mismatch/logp_diff_mean"] = 1e-7 * (batch + 1)
     row["mismatch/kl_k3"] = 1e-14
@@ -31,8 +44,17 @@ def log_line(step, updates, changes):
     row |= changes
 
     if update:
-        row = {name: value for name, value in row.items() if not name.startswith(OF_A_ROLLOUT)}
+        row = without(row, OF_A_ROLLOUT)
     return {"step": step, **row}
+
+
+def without(row, prefixes):
+    """A line of a log without the metrics whose names begin with one of some prefixes."""
+    kept = {}
+    for name, value in row.items():
+        if not name.startswith(prefixes):
+            kept[name] = value
+    return kept
 
 
 def write_run(folder, rows, checkpoint=None):

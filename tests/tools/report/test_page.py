@@ -21,6 +21,7 @@ from .folders import log, write_run
 
 
 ROOT = Path(__file__).parents[3]
+# All of one panel and one of another, so that a panel and a part of one become constant.
 RATIOS = ("ratio/max", "ratio/min", "ratio/neg_low_frac")
 CONSTANT_RATIOS = dict.fromkeys(RATIOS, 0.25)
 
@@ -39,11 +40,22 @@ def test_every_panel_draws_what_was_logged(panel):
 
     draw(axis, panel, [run])
 
-    drawn = [np.stack([line.get_xdata(), line.get_ydata()]).tolist() for line in axis.lines]
-    expected = [np.stack(run.series(name)).tolist() for name in panel.metrics]
-    if panel.log:  # the noise floor, from left to right
-        expected.append([[0.0, 1.0], [run.values(FLOOR).mean()] * 2])
+    expected = []
+    for name in panel.metrics:
+        expected.append(points(*run.series(name)))
+    # The noise floor, from left to right.
+    if panel.log:
+        expected.append(points([0.0, 1.0], [run.values(FLOOR).mean()] * 2))
+
+    drawn = []
+    for line in axis.lines:
+        drawn.append(points(line.get_xdata(), line.get_ydata()))
     assert drawn == expected
+
+
+def points(steps, values):
+    """A line as numbers that are compared exactly."""
+    return np.stack([steps, values]).tolist()
 
 
 def test_a_metric_is_constant_if_it_is_equal_in_all_runs():
@@ -52,7 +64,8 @@ def test_a_metric_is_constant_if_it_is_equal_in_all_runs():
     varied = LoggedRun("b", log())
 
     assert clipped.split([flat])[0] == [clipped.metrics[0], clipped.metrics[2]]
-    assert clipped.split([flat, varied])[0] == [*clipped.metrics]  # control
+    # Control: beside a run in which they vary, none is constant.
+    assert clipped.split([flat, varied])[0] == [*clipped.metrics]
 
 
 def test_a_metric_that_was_not_logged_is_neither_varying_nor_constant():
@@ -93,22 +106,26 @@ def images(text):
 def test_the_page_escapes_every_text(tmp_path, hostile_page):
     assert "<script" not in hostile_page
     assert "a$b$&lt;script&gt;" in hostile_page
-    assert str(tmp_path) not in hostile_page  # the folder's name alone
+    # The folder's name alone: its path may name a user.
+    assert str(tmp_path) not in hostile_page
 
 
 def test_the_page_holds_its_pictures(hostile_page):
-    assert len(images(hostile_page)) == len(re.findall(r"src\s*=", hostile_page))  # nothing is loaded from elsewhere
+    # Nothing is loaded from elsewhere: the page is one file.
+    assert len(images(hostile_page)) == len(re.findall(r"src\s*=", hostile_page))
+    # The flips are constant and so have no panel.
     assert len(images(hostile_page)) == len(PANELS) - 1
     assert "<code>quant/flip_frac</code> 0.4." in hostile_page
 
 
 def test_each_picture_has_the_colour_of_the_first_run(hostile_page):
     # A picture may be drawn without its lines: these have the colour of their run.
-    colour = [int(COLOURS[0][i : i + 2], 16) for i in (1, 3, 5)]
+    colour = list(bytes.fromhex(COLOURS[0].removeprefix("#")))
 
     for image in images(hostile_page):
         file = io.BytesIO(base64.b64decode(image))
         pixels = np.asarray(Image.open(file).convert("RGB")).astype(int)
+        # Not exactly: lines have soft edges.
         coloured = abs(pixels - colour).max(-1) < 24
         assert coloured.sum() > 100
 
@@ -121,7 +138,7 @@ def test_the_verdict_is_printed_too(tmp_path, capsys):
 
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("a: ")
-    assert any("learning_rate" in line for line in said[1:-1])
+    assert "learning_rate" in "\n".join(said[1:-1])
     assert said[-1] == f"written to {run / 'report.html'}"
 
 
@@ -141,8 +158,9 @@ def test_advice_leads_to_a_heading_of_the_docs():
 
     for link in pages:
         page, _, anchor = link.partition("#")
-        titles = re.findall(r"^## (.*)", (ROOT / "docs" / page).read_text(), re.MULTILINE)
-        assert anchor in [title.lower().replace("'", "").replace(" ", "-") for title in titles]
+        headings = re.findall(r"^## (.*)", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+        anchors = "\n".join(headings).lower().replace("'", "").replace(" ", "-").splitlines()
+        assert anchor in anchors
 
 
 # What is refused ----------------------------------------------------------------------------------------------------
@@ -154,8 +172,9 @@ def test_advice_leads_to_a_heading_of_the_docs():
 def test_bad_input_is_one_line_and_nothing_is_written(tmp_path, capsys, runs, message):
     write_run(tmp_path / "a", log(1))
 
+    folders = [str(tmp_path / run) for run in runs]
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["report", *(str(tmp_path / run) for run in runs)])
+        cli.main(["report", *folders])
 
     assert stopped.value.code == 2
     lines = capsys.readouterr().err.splitlines()

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from qarl_trl.tools.report.runs import LoggedRun, read_run
@@ -14,6 +15,7 @@ def rows():
     """Three rollout batches of four updates, with an evaluation, a NaN and the summary of a training."""
     rows = log(batches=3, updates=4)
     rows[4]["entropy"] = math.nan
+    # Lines at the steps of others, and without what these have.
     rows.append({"step": 4, "eval_reward": 0.5, "eval_runtime": 1.0})
     rows.append({"step": 12, "train_runtime": 9.0})
     return rows
@@ -25,6 +27,7 @@ def run(rows):
 
 
 def test_the_log_that_is_furthest_on_is_read(tmp_path):
+    # Of a run that was resumed from an earlier checkpoint, the top is not the newest.
     write_run(tmp_path / "a", log(1), checkpoint=4)
     write_run(tmp_path / "a", log(3), checkpoint=12)
     write_run(tmp_path / "a", log(2))
@@ -38,20 +41,23 @@ def test_a_point_has_the_extremes_of_its_rollout_batch(run):
     """The ratio saw-tooths from update to update; its extremes over a batch do not."""
     steps, largest = run.series("ratio/max")
 
+    # Of the last of four updates, in three batches.
+    distance = 3 / 64 + np.arange(3) / 1024
     assert steps.tolist() == [1, 5, 9]
-    assert largest.tolist() == [1 + 3 / 64 + batch / 1024 for batch in range(3)]
-    assert run.values("ratio/min").tolist() == [1 - 3 / 64 - batch / 1024 for batch in range(3)]
+    assert largest.tolist() == (1 + distance).tolist()
+    assert run.values("ratio/min").tolist() == (1 - distance).tolist()
 
 
 def test_a_point_has_the_mean_of_its_rollout_batch(rows, run):
     shares = [row["ratio/neg_low_frac"] for row in rows[:12]]
     # Twelve updates in batches of four.
-    means = [sum(shares[start : start + 4]) / 4 for start in (0, 4, 8)]
+    means = np.reshape(shares, (3, 4)).mean(axis=1)
 
     assert run.values("ratio/neg_low_frac") == pytest.approx(means)
 
 
 def test_a_mean_leaves_out_nan(rows, run):
+    # The second batch without its first update, whose entropy is NaN.
     finite = [row["entropy"] for row in rows[5:8]]
 
     assert run.values("entropy")[1] == pytest.approx(sum(finite) / 3)
@@ -60,6 +66,7 @@ def test_a_mean_leaves_out_nan(rows, run):
 def test_an_evaluation_stands_at_its_rollout_batch(run):
     steps, rewards = run.series("eval_reward")
 
+    # It was logged at step 4, the last of the first batch.
     assert steps.tolist() == [1]
     assert rewards.tolist() == [0.5]
 
@@ -72,7 +79,9 @@ def test_a_metric_that_was_not_logged_is_empty(run):
 
 
 def test_a_line_with_a_reward_begins_a_batch(rows):
-    run = LoggedRun("b", [row | {"reward": 1.0} for row in rows[:12]])
+    for row in rows[:12]:
+        row["reward"] = 1.0
+    run = LoggedRun("b", rows[:12])
 
     # Control: with a reward in each line, each is a batch.
     assert len(run.values("ratio/max")) == 12
@@ -93,5 +102,6 @@ def test_a_file_that_is_no_log_is_named(tmp_path, text):
     with pytest.raises(ValueError, match=f"{file} must (be JSON|have log_history)"):
         read_run(tmp_path, "run")
 
+    # Control: the least that is a log.
     file.write_text('{"log_history": [{"step": 1, "reward": 2.0}]}')
-    assert read_run(tmp_path, "run").series("reward")[1].tolist() == [2.0]  # control
+    assert read_run(tmp_path, "run").series("reward")[1].tolist() == [2.0]

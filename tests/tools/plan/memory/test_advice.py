@@ -19,6 +19,7 @@ from qarl_trl.tools.plan.memory.moments import fits, moments, peaks
 from qarl_trl.tools.plan.run import GIB, Hardware
 from qarl_trl.train import parse
 from qarl_trl.validate import check_arguments
+from tools.plan.runs import trial_of
 
 
 RECIPES = Path(__file__).parents[4] / "recipes"
@@ -33,11 +34,6 @@ def advice_for(path, gpu, *argv):
 
 def peak(run):
     return max(peaks(run).values())
-
-
-def trial_of(advised, name):
-    """The trial of a lever."""
-    return next(trial for trial in advised.alone if trial.lever.name == name)
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +83,7 @@ def completions(args):
 def options_that_must_be_needed(line):
     """Of a proposed line those options without which the run must not fit."""
     words = line.split()
+    # The three options of smaller micro-batches belong together: without one of them an update has another size.
     names = {"--optim", "--vllm_gpu_memory_utilization", "--max_tokens_per_pass"}
     if "--lora_base" not in words:
         names.add("--use_peft")
@@ -138,6 +135,7 @@ def test_what_a_recipe_excludes_is_not_proposed(tmp_path):
         advised = advice_for(path, "4090", "--vllm_max_model_length", "9216", "--max_tokens_per_pass", "9216")
         return " ".join(fitting.text for fitting in advised.together)
 
+    # Control: it is a lever where the recipe has this field.
     assert "--steps_per_generation" in proposed(steps)
     assert "--steps_per_generation" not in proposed(batch)
 
@@ -150,6 +148,7 @@ def test_warnings_are_logged_again_after_an_error(monkeypatch):
     with pytest.raises(OSError, match="disk"):
         advice_for(ONE_GPU / "qwen2.5-0.5b.yaml", "4090")
 
+    # While levers are tried, `quiet` logs no warnings. Without its `finally` all later ones would be lost.
     assert logging.getLogger("qarl_trl").isEnabledFor(logging.WARNING)
 
 
@@ -182,6 +181,7 @@ def test_each_lever_alone_saves_memory(wasteful, name, moment):
 
 
 def test_a_lever_that_is_refused_says_why(wasteful):
+    # Refused by the config itself, as `trainers/settings.py` has it among the switches that do not work.
     trial = trial_of(wasteful, "Liger kernels")
 
     assert trial.run is None
@@ -203,6 +203,7 @@ def test_moments_in_8_bits():
     on_gpu = trial_of(advised, "AdamW in 8 bits").run
     paged = trial_of(advised, "the same, kept on the host").run
 
+    # Of Qwen2.5-0.5B. bitsandbytes keeps the moments of embeddings in float32.
     embedding = 151936 * 896
     others = 494_032_768 - embedding
     assert optimizer_state(on_gpu) == pytest.approx(8 * embedding + others * (2 + 8 / 256), rel=1e-6)
@@ -220,7 +221,11 @@ def test_a_server_keeps_the_frozen_base_and_gets_the_adapter():
     run = advise(["--config", str(FROZEN), *server], Hardware(1, 80)).run
     assert not run.sleep
 
-    adapter = sum(2 * parameter.entries for parameter in run.parameters if parameter.in_adapter)
+    adapter = 0
+    for parameter in run.parameters:
+        if parameter.in_adapter:
+            # It is sent in bfloat16.
+            adapter += 2 * parameter.entries
     assert synced_bytes(run) == adapter
     assert adapter < engine_bytes(run) / 10
 

@@ -33,6 +33,7 @@ def test_a_norm_of_whole_queries_counts_once():
         run = example_run(meta.model_without_weights(config, torch.float32), config, muon=False)
         return backward.layer_saved(run)
 
+    # The norms of queries and of keys each save 64 float32 inputs and as many results.
     assert saved_in_a_layer("olmo2") == saved_in_a_layer("llama") + 2 * 64 * (4 + 4)
 
 
@@ -80,7 +81,8 @@ def small_tiles(monkeypatch, tile=64):
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", tile)
 
 
-OTHERS = pytest.mark.slow  # of many alike
+# Of many alike.
+OTHERS = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -96,10 +98,12 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
     """Within 10 %, for one pass and for two that are kept until one backward."""
     small_tiles(monkeypatch, tile)
     model = prepared(kind, 4, torch.float32, scheme)
-    low_bit_store(model).will_be_told()  # as a trainer's store: it keeps the quantized values
+    # As a trainer's store: it keeps the quantized values.
+    low_bit_store(model).will_be_told()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    update(model, 64, 1)  # makes gradients and quantized values, which stay
+    # Makes gradients and quantized values, which stay.
+    update(model, 64, 1)
 
     def run_of(passes):
         changes = {"rows": passes, "tokens": 1024, "budget": 1024, "accumulation": 2}
@@ -132,7 +136,8 @@ def test_several_short_passes_keep_whole_gradients(monkeypatch, scheme, passes):
     if scheme:
         low_bit_store(model).will_be_told()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    update(model, 64, 1)  # makes gradients, as an earlier micro-batch does
+    # Makes gradients, as an earlier micro-batch does.
+    update(model, 64, 1)
 
     changes = {"rows": passes, "tokens": 256, "budget": 256, "low_bit_forward": scheme is not None}
     run = example_run(model, model.config, muon=False, accumulation=2, **changes)
@@ -163,7 +168,8 @@ def test_several_passes_of_fsdp2_keep_gradients_that_are_not_sharded(monkeypatch
     for layer in model.model.layers:
         fully_shard(layer, mesh=eight_ranks, mp_policy=policy)
     fully_shard(model, mesh=eight_ranks, mp_policy=policy)
-    update(model, 64, 1, autocast=False)  # makes sharded gradients, as an earlier micro-batch does
+    # Makes sharded gradients, as an earlier micro-batch does.
+    update(model, 64, 1, autocast=False)
 
     def run_of(passes):
         changes = {"rows": passes, "tokens": tokens, "budget": tokens, "low_bit_forward": False}
@@ -202,4 +208,5 @@ def test_an_update_of_one_micro_batch_keeps_no_second_gradients_on_one_gpu():
 
     assert backward.passes_of_micro_batch(run) == 4
     assert backward.gradients_between_passes(run) == 0
-    assert backward.gradients_between_passes(replace(run, accumulation=2)) > 0  # control
+    # Control: the second micro-batch finds the gradients of the first.
+    assert backward.gradients_between_passes(replace(run, accumulation=2)) > 0

@@ -11,4 +11,5 @@ def test_of_an_option_that_comes_twice_the_last_value_counts_at_the_place_of_the
     merged = Lever("all", merge([first, nothing, again]))
 
     assert merged.text == "--a 3 --b 2"
-    assert first.text == "--a 1 --b 2"  # control: it is as it was
+    # Control: the lever itself is as it was.
+    assert first.text == "--a 1 --b 2"
