@@ -169,6 +169,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    # Otherwise Triton's bindings report at the end of the process that they were never freed.
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items):
     """What this machine has no device or CPU for: skipped, and counted as such."""
     for item in items:

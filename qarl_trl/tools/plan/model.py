@@ -91,7 +91,10 @@ def model_without_weights(
     if adapter is not None:
         from peft import get_peft_model
 
-        model = get_peft_model(model, adapter)
+        # PEFT would fill the adapter's weights with random numbers before it throws them away: those of 30B's experts
+        # take a minute of processor.
+        with torch.device("meta"):
+            model = get_peft_model(model, adapter)
     if quantization is not None:
         model = apply_quantization(model, quantization)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_model
+from peft import LoraConfig, get_peft_model
 
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.store import iter_low_bit_weights, low_bit_store
@@ -38,6 +39,21 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     assert synced_bytes(run) == nbytes(streamed.values())
     assert resident(run)["quantized values"] == quantized_bytes(model)
     assert resident(run)["master weights"] == nbytes(model.parameters())
+
+
+def test_an_adapter_without_weights_is_that_of_a_real_model_and_fills_nothing():
+    """The adapter of 30B's experts took a minute of processor: PEFT drew its random numbers, to throw them away."""
+    adapter = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")
+    real = make_model("qwen3_moe")
+    before = torch.get_rng_state()
+
+    skeleton = meta.model_without_weights(real.config, torch.float32, adapter)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    counted = meta.parameters(skeleton, "adamw_torch")
+    assert counted == meta.parameters(get_peft_model(real, adapter), "adamw_torch")
+    # Control: PEFT draws for the real one.
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 # As the model cards count them.
