@@ -71,7 +71,7 @@ def resident(run: Run) -> dict[str, int]:
 
 
 class ZerosForProducts(TorchDispatchMode):
-    """Matrix products are zeros: bytes do not depend on values, and a CPU without bfloat16 would compute for minutes."""
+    """Makes matrix products zeros: no byte depends on values, and a CPU without bfloat16 would compute for minutes."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         aten = torch.ops.aten
@@ -93,9 +93,9 @@ def peak_bytes(function: Callable[[], Any], products: bool = False) -> int:
         function: What allocates.
         products: Compute its matrix products. Without them what it allocates must not depend on values.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        with nullcontext() if products else ZerosForProducts():
-            function()
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with profiler as profile, nullcontext() if products else ZerosForProducts():
+        function()
 
     # The profiler's list is not in the order of time.
     events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
