@@ -112,6 +112,7 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
             check_fit(self)
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
+            _check_noise(self)
         _check_seed(self)
         _check_endings(self)
         _check_threshold(self)
@@ -194,6 +195,15 @@ def _check_sampling(args: QaRLConfig) -> None:
                 f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. "
                 "Leave it out (temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
+
+
+def _check_noise(args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) noise on the learner's embeddings, which the engine does not have."""
+    if args.neftune_noise_alpha:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} draws other noise for `old` and for the loss, so no "
+            "ratio would be 1 before the first update, and the engine samples without it. Leave it out."
+        )
 
 
 def _check_seed(args: QaRLConfig) -> None:

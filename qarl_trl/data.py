@@ -6,7 +6,9 @@ import glob
 import json
 import logging
 import math
+import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,8 @@ ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "soluti
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _SLOT = "{problem}"
+# A comma between thousands, not one between the parts of "(1, 2)".
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 def load_math_dataset(
@@ -71,7 +75,7 @@ def load_math_dataset(
     answer_column = _column(dataset, answer_column, ANSWER_COLUMNS, "answer_column", name_or_path)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
-        problem = row[problem_column]
+        problem = _as_written(row[problem_column])
         prompt = None
         if problem:
             prompt = _prompt(problem, prompt_template, system_prompt, conversational)
@@ -123,10 +127,11 @@ def load_prompts(
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         converted: dict[str, Any] = {"prompt": None}
-        if row[problem_column]:
-            converted["prompt"] = _prompt(row[problem_column], prompt_template, system_prompt, conversational)
+        problem = _as_written(row[problem_column])
+        if problem:
+            converted["prompt"] = _prompt(problem, prompt_template, system_prompt, conversational)
         if completion_column is not None:
-            converted["completion"] = _completion(row[completion_column], conversational)
+            converted["completion"] = _completion(_as_written(row[completion_column]), conversational)
         return converted
 
     converted = dataset.map(
@@ -188,25 +193,41 @@ def final_answer(reference: Any) -> str:
     Read the final answer in a reference: the text after GSM8K's `####` or in the last `\boxed{}`, else the whole text.
 
     Args:
-        reference: A text, a number, a list of texts (the parts of one answer), or chat messages (the last counts).
+        reference: A text, a number, a date, a list of these (the parts of one answer), or chat messages (the last
+            counts).
 
     Returns:
         `""` without an answer, also for NaN. Whole floats lose their `.0`.
     """
+    if isinstance(reference, list) and not any(isinstance(part, dict) for part in reference):
+        # OlympiadBench: the parts of one answer.
+        return ", ".join(final_answer(part) for part in reference)
+
     if isinstance(reference, float) and math.isnan(reference):
         # pandas writes it for a missing answer.
         return ""
     if isinstance(reference, float) and reference.is_integer():
         # AMC has its answers as floats, and "27.0" is not what a model writes.
         reference = int(reference)
-    if isinstance(reference, list) and all(isinstance(part, str) for part in reference):
-        # OlympiadBench: the parts of one answer.
-        reference = ", ".join(reference)
 
-    text = text_of(reference)
-    if "####" in text:
-        return text.rsplit("####", 1)[1].strip().replace(",", "")
+    text = text_of(_as_written(reference))
+    after_mark = text.rsplit("####", 1)[1].strip() if "####" in text else ""
+    # GSM8K's is the last line. A heading of Markdown begins like it, and has lines below it.
+    if after_mark and "\n" not in after_mark:
+        return _THOUSANDS.sub("", after_mark)
     return (last_boxed(text) or text).strip()
+
+
+def _as_written(value: Any) -> Any:
+    """A value of a row; a date as the text that it was in the file, with the messages of a chat."""
+    if isinstance(value, list):
+        return [_as_written(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _as_written(part) for name, part in value.items()}
+    # pyarrow's reader of JSON takes "2024-01-05" for a time of that day.
+    if isinstance(value, datetime):
+        return value.isoformat(sep=" ").removesuffix(" 00:00:00")
+    return value
 
 
 def local_path(name_or_path: str) -> Path | None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 def parse(
-    argv: Sequence[str], any_device: bool = False, engine_only: bool = False, method: Method = QARL
+    argv: Sequence[str],
+    any_device: bool = False,
+    engine_only: bool = False,
+    method: Method = QARL,
+    without: Collection[str] = (),
 ) -> tuple[Any, Any, ModelConfig]:
     """
     Read and check the command line and the recipe that it names.
@@ -35,6 +39,7 @@ def parse(
         any_device: Accept a recipe for GPUs on a machine without one, as a dry run does.
         engine_only: Ignore the data and the checkpoint to resume from, which a server's machine may lack.
         method: What is trained.
+        without: Keys of the recipe to leave out, because a command line cannot unset one.
 
     Returns:
         The settings of the data, `method.data`; of the trainer, its config; and of the model.
@@ -47,6 +52,8 @@ def parse(
 
     parser = RecipeParser(groups_of(method))
     values = parser.read(argv)
+    for name in without:
+        values.pop(name, None)
     if not values.get("model_name_or_path"):
         raise ValueError(_what_is_missing(argv, method))
     # Before the settings are built, which asks torch about its devices.

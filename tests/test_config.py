@@ -54,6 +54,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, "tbpo_delta_low"),
         ({"tbpo_mismatch_cap": 1.0}, "tbpo_mismatch_cap"),
         ({"torch_compile": True}, "torch_compile must be False with loss_type='tbpo'"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+        ({"neftune_noise_alpha": 5.0, "loss_type": "grpo"}, "neftune_noise_alpha"),
         ({"epsilon": 0.1}, "epsilon"),
         ({"delta": 2.0}, "delta"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode"),

@@ -184,6 +184,17 @@ def test_files_that_are_missing_or_unreadable_are_named(tmp_path, name, content,
         load_math_dataset(str(tmp_path / name))
 
 
+def test_dates_stay_as_they_are_written(write):
+    """pyarrow reads a column of them as times."""
+    path = write([{"problem": "1999-12-31", "answer": "2024-01-05"}])
+    chat = write([{"problem": "When?", "completion": [{"role": "assistant", "content": "2024-01-05"}]}], "chat.jsonl")
+    times = write([{"problem": "When?", "answer": "2024-01-05 10:30:00"}], "times.jsonl")
+
+    assert load_math_dataset(path)[0] == {"prompt": user("1999-12-31"), "answer": "2024-01-05"}
+    assert load_prompts(chat, completion_column="completion")[0]["completion"][0]["content"] == "2024-01-05"
+    assert load_math_dataset(times)[0]["answer"] == "2024-01-05 10:30:00"
+
+
 def test_a_hub_id_is_no_path():
     # "a/b" may be either. What is not on this disk is looked up on the Hub.
     assert local_path("openai/gsm8k") is None
@@ -203,6 +214,10 @@ def test_a_hub_id_is_no_path():
         ([], ""),
         # OlympiadBench: the parts of one answer.
         (["$2$", "$-3$"], "$2$, $-3$"),
+        ([1, 2.0], "1, 2"),
+        ("so #### (1,2)", "(1,2)"),
+        ("so #### 1,234,567", "1234567"),
+        ("#### Step 1\n\\boxed{5}\n#### Remark\nThe 7 is odd.", "5"),
     ],
 )
 def test_final_answer(reference, answer):

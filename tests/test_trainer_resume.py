@@ -73,6 +73,29 @@ def test_a_quantized_start_with_free_scales_resumes_bit_for_bit(gptq_model, tmp_
     assert stored_tensors(checkpoint / "low_bit").keys() == stored_tensors(gptq_model).keys()
 
 
+def test_a_resume_that_trains_other_parameters_of_the_same_shapes_is_refused(dense_model, tmp_path):
+    """The optimizer's moments lie in the checkpoint by place: those of `q_proj` would move `o_proj`."""
+
+    def without(layer):
+        model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+        model.get_submodule(f"model.layers.0.self_attn.{layer}").requires_grad_(False)
+        return model
+
+    def trainer(layer, folder):
+        args = QaRLConfig(**without_engine(folder, **STEPWISE, save_strategy="steps", save_steps=2))
+        tokenizer = AutoTokenizer.from_pretrained(dense_model)
+        data = prompts()
+        return QaRLTrainer(without(layer), distinct_characters, args, train_dataset=data, processing_class=tokenizer)
+
+    trainer("o_proj", tmp_path / "a").train()
+    checkpoint = str(tmp_path / "a" / "checkpoint-2")
+
+    with pytest.raises(ValueError, match="its optimizer trained 13 parameters, .* trains 13 parameters"):
+        trainer("q_proj", tmp_path / "b").train(resume_from_checkpoint=checkpoint)
+    # Control: the same ones.
+    trainer("o_proj", tmp_path / "c").train(resume_from_checkpoint=checkpoint)
+
+
 def test_lora_trains_the_adapter_and_resumes_bit_for_bit(dense_model, tmp_path):
     straight = make_straight(dense_model, tmp_path / "a", adapter())
     start = master_weights(straight)

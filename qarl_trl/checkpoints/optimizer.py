@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+
+
+def trained_fact(optimizer: Any, model: nn.Module) -> str:
+    """
+    The number of parameters that an optimizer trains, and a digest of their names and order.
+
+    A checkpoint has the state of an optimizer by place. With other parameters of the same shapes, as another frozen
+    layer leaves them, each would continue with the state of another one.
+
+    Args:
+        optimizer: An optimizer, also one that accelerate wraps.
+        model: The model. A parameter that it does not have, as ZeRO's flat ones, has no name.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    content = hashlib.sha256(repr(trained).encode()).hexdigest()[:16]
+    return f"{sum(map(len, trained))} parameters, {content}"
 
 
 def settings_of_groups(optimizer: Any) -> list[dict[str, Any]]:

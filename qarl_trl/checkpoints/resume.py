@@ -26,10 +26,14 @@ from .lock import holding
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
 # Settings of a LoRA adapter that change what its tensors mean.
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
+# And those that choose among its layers. Most adapters have none.
+_CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
 
 # Entries of a manifest: the settings of its run by name, and whether it was saved within a rollout batch.
 SETTINGS = "settings"
 WITHIN_BATCH = "within_rollout_batch"
+# The parameters that the optimizer trains, known only when the run has one.
+TRAINED = "trained"
 # The entry of the reward functions among the settings. It is in no config.
 REWARDS = "reward_funcs"
 # About so many numbers of each loaded weight are compared.
@@ -341,10 +345,12 @@ def _scheme_fact(plan: QuantizationConfig | None) -> str:
 def _facts_of_adapter(config: Any) -> dict[str, Any]:
     """The settings of an adapter that change what its tensors mean."""
     facts: dict[str, Any] = {}
-    for name in _ADAPTER:
+    for name in (*_ADAPTER, *_CHOICE_OF_LAYERS):
         value = getattr(config, name, None)
         # peft keeps names of modules in a set, whose order changes from process to process.
         if isinstance(value, set | tuple | list):
             value = sorted(value)
-        facts[name] = value
+        # Only if it is set: 0 is the first layer.
+        if name in _ADAPTER or value not in (None, []):
+            facts[name] = value
     return facts

@@ -26,8 +26,8 @@ from .changes import rows_per_update
 from .folder import INCOMING, commit, read_manifest, rotate
 from .lock import holding
 from .model import ModelMixin
-from .optimizer import apply_settings, settings_of_groups
-from .resume import SETTINGS, WITHIN_BATCH, changed_settings, check_start, resume_path
+from .optimizer import apply_settings, settings_of_groups, trained_fact
+from .resume import SETTINGS, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 
@@ -166,7 +166,10 @@ class CheckpointMixin(ModelMixin):
         incoming = output_dir / INCOMING
 
         # The rest of a rollout batch needs the same micro-batches. Between two rollout batches they may change.
-        facts = self._identity | {WITHIN_BATCH: self._rollout_buffer.in_batch}
+        facts = self._identity | {
+            WITHIN_BATCH: self._rollout_buffer.in_batch,
+            TRAINED: trained_fact(self.optimizer, self._unwrapped),
+        }
 
         try:
             if self.args.should_save:
@@ -248,16 +251,30 @@ class CheckpointMixin(ModelMixin):
         return place
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The Trainer's method, which takes learning rate, schedule and so on from the checkpoint. Here they are the
-        run's own."""
+        """
+        The Trainer's method, which takes learning rate, schedule and so on from the checkpoint. Here they are the
+        run's own. `ValueError` if the optimizer trains other parameters than that of the checkpoint.
+        """
         # DeepSpeed has loaded its optimizer already. `refuses` lets no setting of it change.
         if checkpoint is None or self.is_deepspeed_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
 
+        self._check_trained(checkpoint)
         settings = settings_of_groups(self.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
         apply_settings(settings, self.optimizer, self.lr_scheduler)
+
+    def _check_trained(self, checkpoint: str) -> None:
+        """Refuse (`ValueError`) a checkpoint whose optimizer trained other parameters."""
+        trained = trained_fact(self.optimizer, self._unwrapped)
+        before = read_manifest(Path(checkpoint)).get(TRAINED, trained)
+        if before != trained:
+            raise ValueError(
+                f"{checkpoint} is a checkpoint of another run: its optimizer trained {before} by their names, and "
+                f"this one trains {trained}. Freeze the same parameters, with an equal optimizer, or start a new run "
+                "with the checkpoint as the model."
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..quant.scheme import describe_scheme, support_of
 from .card_edits import ADDRESS, CARD, GENERATED, edited_card
-from .files import tensor_shapes
+from .files import shapes_in, weight_files
 
 
 TEMPLATE = Path(__file__).with_name("card.md")
@@ -45,7 +45,8 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
     Raises:
         ValueError: if the folder holds no low-bit model.
     """
-    has_experts = any(_is_of_low_bit_experts(name) for name in tensor_shapes(folder))
+    # Not a user's files beside it, which may be of another model, or damaged.
+    has_experts = any(_is_of_low_bit_experts(name) for name in shapes_in(weight_files(folder)))
     return render_card(
         "low_bit",
         repo,

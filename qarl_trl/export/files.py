@@ -95,8 +95,24 @@ def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: if a file is cut off.
     """
+    return shapes_in(sorted(Path(folder).glob("*.safetensors")))
+
+
+def shapes_in(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """
+    Read the shapes of all tensors in weight files, without their content.
+
+    Args:
+        files: The files, as those of [`weight_files`].
+
+    Returns:
+        Shapes by the names of the tensors.
+
+    Raises:
+        ValueError: if a file is cut off.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
+    for path in files:
         try:
             # safetensors compares the file's size with its header when it opens the file.
             with safe_open(path, framework="pt") as file:

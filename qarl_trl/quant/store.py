@@ -28,6 +28,10 @@ from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import Gather, checkpoint_stream
 
 
+# Numbers of each untrained weight that are compared from step to step.
+SAMPLED = 64
+
+
 class LowBitStore:
     """
     The low-bit weights of one model.
@@ -51,6 +55,8 @@ class LowBitStore:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._kept = KeptWeights()
+        # Of each layer some numbers of the master weights that nobody trains. Weak, as in `KeptWeights`.
+        self._samples: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._changes = 0
         self._is_told = False
         self._sharded = False
@@ -112,6 +118,32 @@ class LowBitStore:
         """
         self._changes += 1
         self._look_for_shards()
+
+    def look_at_untrained(self) -> None:
+        """
+        Forget low-bit weights whose master weights nobody trains, if these changed since the last call.
+
+        A write through `param.data` leaves no trace, so a sample of each weight is compared. It sees what changes a
+        weight as a whole, such as a merged adapter. Shards are not looked at.
+        """
+        if self._sharded:
+            return
+
+        for _, layer in self.layers():
+            # With those of an adapter in it.
+            module: Any = layer
+            untrained = [param for param in module.parameters() if not param.requires_grad]
+            if layer.frozen_weight is not None or not untrained:
+                continue
+
+            sample = torch.cat([_sample(param) for param in untrained])
+            before = self._samples.get(layer)
+            self._samples[layer] = sample
+            if before is None or torch.equal(before, sample):
+                continue
+            # A layer that shares its global scale changes with it.
+            for owner in (layer, *layer.merged_with):
+                self._kept.drop(owner, list(self._kept.of_layer(owner)))
 
     def forget(self) -> None:
         """
@@ -290,6 +322,12 @@ def iter_low_bit_weights(
     store = find_store(model)
     weight_of = None if store is None else store.fresh_weight_of
     yield from checkpoint_stream(model, weight_of, gather, stacked)
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """About `SAMPLED` numbers of a weight, at equal distances, float32."""
+    values = weight.detach().flatten()
+    return values[:: max(1, len(values) // SAMPLED)].float()
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .layers.experts import PROJECTIONS, expert_modules, layer_names, stack_name
-from .layers.layer import LowBitLayer
+from .layers.layer import LowBitLayer, check_late_adapters
 from .names import checkpoint_names, checkpoint_renaming, plain_name
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
@@ -43,7 +43,13 @@ def checkpoint_stream(
             iterate.
         stacked: Yield one tensor for all experts of a projection, `(experts, ...)`, under the name of
             [`~qarl_trl.quant.layers.experts.stack_name`]. A mixture has tens of thousands of matrices.
+
+    Raises:
+        RuntimeError: if a layer got an adapter after the quantization.
     """
+    if weight_of is not None:
+        check_late_adapters(model)
+
     names = _Names.of(model, in_low_bits=weight_of is not None, stacked=stacked)
     # The `id`s of parameters that the stream already has: as they are, in a low-bit weight, or as layers of experts.
     sent: set[int] = set()

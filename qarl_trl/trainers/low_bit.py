@@ -30,7 +30,7 @@ from ..export.sharing import SharingMixin
 from ..learner.attention import attend_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
-from ..quant.layers.layer import forget_training, outside_training
+from ..quant.layers.layer import check_late_adapters, forget_training, outside_training
 from ..quant.names import base_model
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
@@ -351,12 +351,15 @@ class _TellStore(TrainerCallback):
         store.will_be_told()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_late_adapters(kwargs["model"])
         self._store.forget()  # a checkpoint may have been loaded
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing
         # asked for low-bit weights since the last step, it costs nothing.
         self._store.weights_changed()
+        # Or to weights that nobody trains, as those that merge an adapter into its base do (ReLoRA).
+        self._store.look_at_untrained()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._store.weights_changed()

@@ -28,7 +28,8 @@ class PackedMixin:
 
     Attributes:
         _passes: Runs the passes; `None` for TRL's padded ones.
-        _groups: Which micro-batches of an update share a pass; `None` if each has its own.
+        _groups: Which micro-batches of an update share a pass; `None` if each has its own, as for a user's class that
+            looks at each loss.
         _loss_forward: Carries the forward of a pass into the losses of the micro-batches that shared it.
     """
 
@@ -51,7 +52,7 @@ class PackedMixin:
             unwrap=partial(self.accelerator.unwrap_model, keep_torch_compile=False),
         )
         # The balancing loss of a pass is no mean over its micro-batches, and DeepSpeed counts backwards.
-        if not (self.aux_loss_enabled or self.is_deepspeed_enabled):
+        if not (self.aux_loss_enabled or self.is_deepspeed_enabled or _looks_at_micro_batches(type(self))):
             self._groups = MicroBatchGroups(self._passes.merge)
 
     # Log-probs -------------------------------------------------------------------------------------------------------
@@ -204,3 +205,15 @@ class PackedMixin:
         arguments = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
         has_only_text = is_text({name: inputs.get(name) for name in arguments})
         return has_only_text and self._passes is not None and self._passes.packs(model)
+
+
+def _looks_at_micro_batches(trainer_class: type) -> bool:
+    """
+    Whether a user's class has a `compute_loss` or a `training_step`, which may do with each loss what belongs to its
+    micro-batch, such as a weight: of several that share a pass it would see zeros and a sum.
+    """
+    for method in ("compute_loss", "training_step"):
+        owner = next(base for base in trainer_class.__mro__ if method in vars(base))
+        if owner.__module__.partition(".")[0] not in ("qarl_trl", "trl", "transformers"):
+            return True
+    return False

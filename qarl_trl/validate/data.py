@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from datasets import Dataset
 
 from .rollouts import prompts_per_rollout
@@ -17,8 +19,10 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
         args: Settings of the run.
 
     Raises:
-        ValueError: with the columns, or with the numbers that make the size of a rollout batch.
+        ValueError: with the columns, or with the numbers that make the size of a rollout batch, and for an evaluation
+            without rows.
     """
+    _check_evaluations(trainer_arguments.get("eval_dataset"))
     data = trainer_arguments.get("train_dataset")
     # A streamed data set has no length before it ends.
     if not isinstance(data, Dataset):
@@ -32,6 +36,16 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
             f"train_dataset must have at least {needed} prompts, got {len(data)}, which would train nothing: "
             f"a rollout batch has {_size(args)}."
         )
+
+
+def _check_evaluations(data: Any) -> None:
+    """Refuse (`ValueError`) evaluation sets without rows: TRL fails at them without a word, after the model loaded."""
+    # A `DatasetDict` is a dict, too.
+    several = data if isinstance(data, dict) else {"": data}
+    for name, rows in several.items():
+        if isinstance(rows, Dataset) and len(rows) == 0:
+            place = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+            raise ValueError(f"{place} must have rows, got none. Leave it out, with eval_strategy='no'.")
 
 
 def _size(args: RunSettings) -> str:

@@ -27,6 +27,9 @@ from .types import RunSettings
 
 logger = get_logger(__name__)
 
+# transformers' names of the heads of reward models and classifiers.
+OTHER_HEADS = ("score", "classifier")
+
 
 def check_plan(plan: QuantizationConfig, args: RunSettings) -> None:
     """
@@ -110,7 +113,8 @@ def _check_aligned(model: nn.Module, adapter: Any) -> None:
 
 def check_head(model: Any) -> None:
     """
-    Refuse a low-bit output layer: TRL's fused head reads its weight, so the learner would compute another policy.
+    Refuse a low-bit output layer: TRL's fused head reads its weight, so the learner would compute another policy. The
+    head of a reward model or a classifier is a few rows, which low bits would blur and hardly shrink.
 
     Args:
         model: A quantized model, with weights or without.
@@ -120,6 +124,9 @@ def check_head(model: Any) -> None:
     """
     if isinstance(model.get_output_embeddings(), LowBitLayer):
         raise ValueError("The output layer must not be quantized. Add lm_head to quant_ignore.")
+    for name in OTHER_HEADS:
+        if isinstance(getattr(model, name, None), LowBitLayer):
+            raise ValueError(f"The output layer must not be quantized. Add {name} to quant_ignore.")
 
 
 def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> None:

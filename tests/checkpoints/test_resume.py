@@ -141,6 +141,12 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
         with pytest.raises(ValueError, match=f"another run: adapter was .*{changed}"):
             resume_path("true", args, identity(**changes))
 
+    # peft would load the tensors that have a place, and leave the others out in silence.
+    for changes in ({"layers_to_transform": [0]}, {"exclude_modules": ["up_proj"]}, {"modules_to_save": ["norm"]}):
+        changed = next(iter(changes))
+        with pytest.raises(ValueError, match=f"another run: adapter was .*{changed}"):
+            resume_path("true", args, identity(**changes))
+
     without_adapter = identity_of("a", args, None, {})
     with pytest.raises(ValueError, match="another run: adapter was"):
         resume_path("true", args, without_adapter)

@@ -167,6 +167,14 @@ def test_a_mixture_in_low_bits_has_no_lines_for_transformers_which_may_make_up_i
     assert (distance < 0.01) == loads
 
 
+def test_a_users_weights_beside_the_model_are_not_read(folder):
+    """A run would end in an error after its model is saved."""
+    before = model_card(folder).content
+    (folder / "model-backup.safetensors").write_bytes(b"cut off")
+
+    assert model_card(folder).content == before
+
+
 def test_with_a_chat_template_the_snippets_chat(folder):
     assert "llm.generate(" in model_card(folder).text
 

@@ -3,13 +3,15 @@
     python tests/gpu/first_run.py              # writes gpu_results.md; --dry: every stage in toy sizes on a CPU
 
 Each stage is a process of its own with a limit. The page is written again after each of them, so that a stage that
-fails or hangs costs only its own lines.
+fails or hangs costs only its own lines. A run that is stopped (Ctrl-C, a lost connection, the end of a rented machine)
+writes what its last stage has found so far. A page that is there already is kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -18,10 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +57,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Result:
-    """How a stage ended: `"ok"`, `"failed"` or `"timeout"`, after how many seconds, and its figures."""
+    """
+    How a stage ended, after how many seconds, and its figures: `"ok"`, `"failed"`, `"timeout"`, `"skipped"` (the GPU
+    has no kernel for it) or `"stopped"` (the whole run was).
+    """
 
     stage: Stage
     status: str
@@ -72,7 +78,7 @@ STAGES = (
     ),
     Stage(
         name="gemms",
-        question="Are the learner's GEMMs those of vLLM's kernels?",
+        question="Are the learner's GEMMs those of vLLM's kernels? (On an H200 all but six of W4AFP8.)",
         limit_s=180,
         function="gemms",
     ),
@@ -161,20 +167,29 @@ def main() -> int:
     if unknown:
         parser.error(f"--only must name stages of {every}, got {sorted(unknown)}")
 
+    missing = list(what_is_missing(args.dry))
+    if missing:
+        parser.error(" ".join(missing))
+
     where = machine()
     results: list[Result] = []
-    log = args.out.with_suffix(".log")
+    out = free_name(args.out)
+    log = out.with_suffix(".log")
     log.write_text("")
+    stop_on_signals()
     for index, stage in enumerate(STAGES):
         if stage.name not in names:
             continue
         print(f"{stage.name}: at most {stage.limit_s} s ...", flush=True)
         results.append(run_stage(index, args.dry, log))
         # After each stage: who stops the script has the page of those that ended.
-        args.out.write_text(page(where, results, log, args.dry))
+        out.write_text(page(where, results, log, args.dry))
+        if results[-1].status == "stopped":
+            break
 
-    print(args.out.read_text())
-    return 0 if all(result.status == "ok" for result in results) else 1
+    print(out.read_text())
+    print(f"This page is {out}.")
+    return 0 if all(result.status in ("ok", "skipped") for result in results) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -190,14 +205,59 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def what_is_missing(dry: bool) -> Iterator[str]:
+    """What every stage would fail for, or one after ten minutes; a sentence for each."""
+    sys.path.insert(0, str(ROOT))  # for a package that is not installed, as the stages have it
+    import torch
+
+    from qarl_trl.tools.doctor import FAIL
+    from qarl_trl.tools.doctor.machine import check_compiler
+
+    if importlib.util.find_spec("vllm") is None:
+        yield "vLLM is missing (README, install)."
+    if importlib.util.find_spec("pytest") is None:
+        yield "pytest is missing: pip install pytest."
+    if dry:
+        return
+
+    if not torch.cuda.is_available():
+        yield "No CUDA device. With --dry the stages run on a CPU in toy sizes."
+        return
+    compiler = check_compiler()  # Triton's, in every engine
+    if compiler.status == FAIL:
+        yield compiler.text
+
+
+def free_name(out: Path) -> Path:
+    """The file for the page: with a number if there is one already, which cost minutes of a GPU."""
+    free = out
+    number = 2
+    while free.exists():
+        free = out.with_stem(f"{out.stem}_{number}")
+        number += 1
+    return free
+
+
+def stop_on_signals() -> None:
+    """Let the end of a rented machine, or of the connection to it, stop the run as Ctrl-C does."""
+
+    def stop(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, stop)
+
+
 def machine() -> dict[str, str]:
     """Device, driver, CUDA, packages and commit."""
     import torch
 
     lines = {"python": platform.python_version(), "CUDA of torch": str(torch.version.cuda), "commit": commit()}
     with suppress(OSError):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader"]
-        lines["device, driver, memory, capability"] = output(query)
+        fields = "name,driver_version,memory.total,memory.used,compute_cap"
+        query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+        lines["device, driver, memory, used before, capability"] = output(query)
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             lines[name] = importlib.metadata.version(name)
@@ -221,19 +281,22 @@ def run_stage(index: int, dry: bool, log: Path) -> Result:
     """Run a stage in a session of its own, which is killed whole at the limit."""
     stage = STAGES[index]
     start = time.monotonic()
-    # Models of a stage are some GiB, so they go with it.
-    with tempfile.TemporaryDirectory() as folder:
+    # Models of a stage are some GiB, so they go with it. What a killed one leaves may still be growing.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         figures = Path(folder) / "figures.jsonl"
         with open(log, "a") as stream:
             stream.write(f"\n##### {stage.name}\n")
             stream.flush()
-            code = _run_process(index, dry, figures, folder, stream)
+            try:
+                code = _run_process(index, dry, figures, folder, stream)
+                status = "timeout" if code is None else "failed" if code else "ok"
+            except KeyboardInterrupt:
+                status = "stopped"
 
-        if code is None:
-            status = "timeout"
-        else:
-            status = "failed" if code else "ok"
-        return Result(stage, status, time.monotonic() - start, _read(figures))
+        values = _read(figures)
+        if status == "ok" and "skipped" in values:
+            status = "skipped"
+        return Result(stage, status, time.monotonic() - start, values)
 
 
 def _run_process(index: int, dry: bool, figures: Path, folder: str, stream: IO[str]) -> int | None:
@@ -242,16 +305,13 @@ def _run_process(index: int, dry: bool, figures: Path, folder: str, stream: IO[s
     command = [sys.executable, "-X", "faulthandler", __file__, "--stage", str(index), "--figures", str(figures)]
     if dry:
         command.append("--dry")
-    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    # What the user has set counts.
-    environment = ENVIRONMENT | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
     process = subprocess.Popen(
         command,
         stdout=stream,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env=environment,
+        env=_environment(folder),
         cwd=folder,
     )
     try:
@@ -263,6 +323,20 @@ def _run_process(index: int, dry: bool, figures: Path, folder: str, stream: IO[s
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _environment(folder: str) -> dict[str, str]:
+    """The environment of a stage whose files are in `folder`."""
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    # One GPU: the trainer refuses a process with several.
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    own = {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "CUDA_VISIBLE_DEVICES": device,
+        "TMPDIR": folder,  # a model of 3 GB must not outlive a stage that is killed
+    }
+    # What the user has set counts.
+    return ENVIRONMENT | dict(os.environ) | own
 
 
 def _read(figures: Path) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from slow.toys import save_model
+from slow.toys import distinct_characters, prompts, save_model
 from torch import Tensor
+from toy_runs import without_engine
 
 from learner.test_features import LARGE, assert_equal_runs, make, plain_losses, train
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.learner.groups import MicroBatchGroups, count_tokens
 from qarl_trl.learner.logps import PackedPasses
 
@@ -134,6 +136,34 @@ def test_a_loss_of_the_whole_group_would_be_noticed(model, tmp_path):
 
     # Seen: -0.356 and -0.409.
     assert abs(apart["losses"][:4].sum() - whole["losses"][0]) > 1e-2
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "training_step"])
+def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tmp_path, method):
+    """It may weigh it by what is in the micro-batch: zeros and a sum would be weighed by the last one."""
+    seen = []
+
+    class Looks(QaRLTrainer):
+        pass
+
+    def look(self, *args, **kwargs):
+        loss = getattr(super(Looks, self), method)(*args, **kwargs)
+        seen.append(loss)
+        return loss
+
+    setattr(Looks, method, look)
+    args = QaRLConfig(**without_engine(tmp_path, **SETTINGS, loss_type="grpo", max_steps=1))
+    trainer = Looks(model, distinct_characters, args, train_dataset=prompts())
+    trainer.train()
+
+    assert len(seen) == 4
+    assert trainer._groups is None
+    if method == "compute_loss":
+        # The zero of a shared pass has none.
+        assert all(loss.grad_fn is not None for loss in seen)
+
+    # Control: without such a method they share passes.
+    assert QaRLTrainer(model, distinct_characters, args, train_dataset=prompts())._groups is not None
 
 
 def test_a_balancing_loss_keeps_micro_batches_apart(tmp_path):

@@ -154,6 +154,39 @@ def test_a_weight_that_needs_no_gradient_is_kept_over_steps():
     assert not same_tensors(frozen.low_bit().tensors, frozen_before.tensors)
 
 
+def test_an_untrained_weight_that_is_written_through_its_data_is_made_again():
+    model = make_model()
+    model.requires_grad_(False)
+    layer = model[0]
+    store = told_store(model)
+    store.look_at_untrained()
+    first = layer.low_bit()
+
+    store.look_at_untrained()
+    assert layer.low_bit() is first  # control: nothing changed
+
+    layer.weight.data.mul_(3)
+    store.weights_changed()
+    assert layer.low_bit() is first  # control: the write leaves no trace
+    store.look_at_untrained()
+    assert is_low_bit_form_of(layer.low_bit(), layer.weight)
+
+
+def test_a_reference_model_follows_an_adapter_that_is_merged_into_its_base():
+    """As ReLoRA does. The reference is made from the base alone, which nobody trains."""
+    model, layer = lora_model()
+    store = told_store(model)
+    store.look_at_untrained()
+    with model.disable_adapter():
+        layer.low_bit()
+
+    layer.base_layer.weight.data += layer.lora_B["default"].weight.data @ layer.lora_A["default"].weight.data
+    store.look_at_untrained()
+
+    with model.disable_adapter():
+        assert is_low_bit_form_of(layer.low_bit(), layer.base_layer.weight)
+
+
 class Attention(nn.Module):
     """Layers that an engine merges, so that NVFP4 gives them one global scale."""
 

@@ -21,3 +21,16 @@ def test_fewer_prompts_than_a_rollout_batch_are_refused_with_the_arithmetic_befo
     # Controls: one prompt more, and a set whose length nobody knows.
     check_data({"train_dataset": enough}, args)
     check_data({"train_dataset": too_few.to_iterable_dataset()}, args)
+
+
+def test_an_evaluation_without_rows_is_refused(tmp_path):
+    args = config(tmp_path)
+    rows = Dataset.from_dict({"prompt": ["a"] * 64})
+    none = rows.select([])
+
+    with pytest.raises(ValueError, match=r"eval_dataset must have rows"):
+        check_data({"train_dataset": rows, "eval_dataset": none}, args)
+    with pytest.raises(ValueError, match=r"eval_dataset\['hard'\] must have rows"):
+        check_data({"train_dataset": rows, "eval_dataset": {"easy": rows, "hard": none}}, args)
+
+    check_data({"train_dataset": rows, "eval_dataset": {"easy": rows}}, args)  # control

@@ -2,13 +2,15 @@
 
 import pytest
 from configs import config
+from conftest import TINY
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, LlamaForSequenceClassification
 
+from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.trainers.low_bit import quantize_policy
 from qarl_trl.validate import check_arguments, check_run, config_of
-from qarl_trl.validate.layers import check_layers
+from qarl_trl.validate.layers import check_head, check_layers
 
 
 def check_layers_of(path, args):
@@ -151,3 +153,12 @@ def test_an_attention_without_the_softcap_of_the_model_is_refused(tmp_path):
     check_run_of(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), tmp_path)
     check_run_of(uncapped, tmp_path)
     check_run_of(model, tmp_path, quant_scheme="none")
+
+
+def test_the_head_of_a_reward_model_stays_in_high_precision():
+    with pytest.raises(ValueError, match="Add score to quant_ignore"):
+        check_head(apply_quantization(LlamaForSequenceClassification(LlamaConfig(**TINY)), "W4A16"))
+
+    # The advice works.
+    ignore = ["score"]
+    check_head(apply_quantization(LlamaForSequenceClassification(LlamaConfig(**TINY)), "W4A16", ignore=ignore))

@@ -164,6 +164,14 @@ class LoraQuantLinear(LowBitLayer, lora.Linear):
         # A pass of the reference disables the adapter, so its factors ask for no gradient then.
         return False
 
+    def unload_and_optionally_merge_module(self, **_: Any) -> Any:
+        """peft calls it for each layer of `unload` and `merge_and_unload`. `RuntimeError`."""
+        raise RuntimeError(
+            "peft would leave the layers with an adapter in high precision, beside low-bit ones. For the merged "
+            "master weights call remove_quantization(model) of qarl_trl.quant first; save_model writes the low-bit "
+            "model."
+        )
+
     # Without peft's other arguments: adapters chosen per sample have no single merged weight.
     def forward(self, x: Tensor) -> Tensor:
         if not self.quantized_forward:

@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> None:
         argv: The command line. Options that are not of this command go to the recipe.
 
     Raises:
-        SystemExit: with code 1 if the run does not fit; without a GPU, if it fits none of the list.
+        SystemExit: with code 1 if the run does not fit, or the GPU has no kernel for it; without a GPU, if that is so
+            for all of the list.
         ValueError: if it cannot work.
     """
     args, overrides = _parser().parse_known_args(argv)
@@ -89,14 +90,16 @@ def _check_options(args: argparse.Namespace) -> None:
 def _print_plan(args: argparse.Namespace, recipe: Sequence[str], method: Method) -> bool:
     """Print the plan of a recipe, and return whether it fits."""
     # Late as well.
+    from .kernels import missing_kernel
     from .memory.advice import advise
 
     if args.gpu is None and args.memory is None:
         # No GPU is assumed: those of the list are shown instead.
         largest = max(gpu.memory for gpu in GPUS.values())
         advice = advise(recipe, Hardware(args.gpus, largest, args.sharding), method)
-        _print(memory_table.for_each_gpu(advice.name, advice.run))
-        return any(fits(memory_table.on_gpu(advice.run, name)) for name in GPUS)
+        missing = {name: missing_kernel(advice.run, gpu) for name, gpu in GPUS.items()}
+        _print(memory_table.for_each_gpu(advice.name, advice.run, missing))
+        return any(fits(memory_table.on_gpu(advice.run, name)) and not missing[name] for name in GPUS)
 
     memory = GPUS[args.gpu].memory if args.memory is None else args.memory
     hardware = Hardware(args.gpus, memory, args.sharding)
@@ -106,7 +109,11 @@ def _print_plan(args: argparse.Namespace, recipe: Sequence[str], method: Method)
     _print(memory_table.table(advice.name, advice.run, advice.alone, advice.one_pass))
     _print(seconds)
     _print(["", *memory_table.verdict(advice.run, advice.together)])
-    return fits(advice.run)
+
+    kernel = missing_kernel(advice.run, GPUS[args.gpu]) if args.gpu is not None else ""
+    if kernel:
+        print(f"But it does not run on {args.gpu}: {kernel}.")
+    return fits(advice.run) and not kernel
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
+
+from transformers import TrainingArguments
 
 from ...methods import QARL, Method
 from ...train import parse
@@ -39,14 +43,22 @@ def as_text(options: Options) -> str:
     return shlex.join(as_arguments(options))
 
 
-def read_settings(argv: Sequence[str], options: Options | None = None, method: Method = QARL) -> tuple[Any, Any]:
+def read_settings(
+    argv: Sequence[str],
+    gpus: int,
+    options: Options | None = None,
+    method: Method = QARL,
+    without: Collection[str] = (),
+) -> tuple[Any, Any]:
     """
     Read a recipe.
 
     Args:
         argv: The command line of the command that trains, with the recipe.
+        gpus: Processes of the run, which TRL divides a rollout batch among.
         options: What overrides it.
         method: What is trained.
+        without: Keys of the recipe to leave out.
 
     Returns:
         The config, for `qarl-trl train` a `QaRLConfig`, and the `trl.ModelConfig`.
@@ -54,16 +66,21 @@ def read_settings(argv: Sequence[str], options: Options | None = None, method: M
     Raises:
         ValueError: if the command that trains would refuse it.
     """
-    # Any device: the GPUs that it is meant for are not here.
-    _, settings, model_args = parse([*argv, *as_arguments(options or {})], any_device=True, method=method)
+    # A config counts the processes of its run while it is made, and here is only one.
+    with patch.object(TrainingArguments, "world_size", gpus):
+        # Any device: the GPUs that it is meant for are not here.
+        argv = [*argv, *as_arguments(options or {})]
+        _, settings, model_args = parse(argv, any_device=True, method=method, without=without)
     return settings, model_args
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Log no warnings: they would be about settings that are only tried."""
+    """Log and print no warnings: they would be about settings that are only tried."""
     logging.disable(logging.WARNING)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(logging.NOTSET)

@@ -12,6 +12,9 @@ GIB = 2**30
 BFLOAT16 = 2  # bytes
 FLOAT32 = 4  # bytes
 
+# Most GPUs, and most GiB of one: far above real ones. Larger numbers are typing errors, and overflow.
+LIMIT = 10**6
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -65,11 +68,20 @@ class Hardware:
         gpus: Their number. Each has one process of the learner.
         memory: GiB of each.
         sharding: How several hold the learner: `"fsdp2"` or `"ddp"`. `None` means `"fsdp2"`.
+
+    Raises:
+        ValueError: for a number of GPUs, or of their GiB, that no machine has.
     """
 
     gpus: int
     memory: float
     sharding: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in {"gpus": self.gpus, "memory": self.memory}.items():
+            # Written so that NaN is refused too.
+            if not 0 < value <= LIMIT:
+                raise ValueError(f"--{name} must be a number above 0, at most {LIMIT}, got {value:g}.")
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,7 @@ class Run:
         cache_entry: Bytes of a number in the engine's key-value cache.
         eager: Whether the engine runs without CUDA graphs.
         accumulation: Micro-batches in an update, which share passes.
+        kernels: The schemes that an engine multiplies in: rows of `quant.supported.SUPPORTED`, which say on what GPUs.
     """
 
     parameters: tuple[Parameter, ...]
@@ -144,6 +157,7 @@ class Run:
     cache_entry: int = 2
     eager: bool = False
     accumulation: int = 1
+    kernels: tuple[Any, ...] = ()
 
     @property
     def in_layers(self) -> list[Parameter]:

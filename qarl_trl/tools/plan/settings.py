@@ -9,7 +9,9 @@ from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig
 
 from ...quant.layers.experts import num_experts
+from ...quant.scheme import support_of
 from ...quant.source import quantized_source
+from ...quant.supported import SchemeSupport
 from ...rollout.scheme_support import default_engine_kwargs
 from ...trainers.teacher import base_never_changes, check_own_start, loading_of_own_start
 from ...validate.kv_cache import check_cache_device
@@ -25,8 +27,6 @@ PROMPT = 512
 MEAN_PROMPT = 200
 # The mean length of an answer as a share of the longest; assumed where nobody says.
 MEAN_ANSWER = 0.5
-# Most GPUs, and most GiB of one: far above real ones. Larger numbers are typing errors, and overflow.
-LIMIT = 10**6
 
 
 def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
@@ -41,7 +41,6 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     Raises:
         ValueError: if the run cannot work, or a model is unknown.
     """
-    _check_numbers(hardware)
     gpus = hardware.gpus
     # Supervised fine-tuning has none of the fields of an engine.
     engine = settings.vllm_mode if settings.has_engine else ""
@@ -76,7 +75,8 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         compute=2 if settings.bf16 else 4,
         engine=engine,
         utilization=settings.vllm_gpu_memory_utilization if engine else 0.0,
-        sleep=bool(engine) and settings.vllm_enable_sleep_mode,
+        # A server has GPUs of its own, and stays awake.
+        sleep=engine == "colocate" and settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
         keeps_matrices=settings.quant_keep_matrices,
         engine_ranks=engine_ranks,
@@ -88,7 +88,16 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         accumulation=settings.gradient_accumulation_steps,
         cache_entry=1 if settings.has_low_bit_cache else 2,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
+        # Without an engine nothing here asks for vLLM's kernels.
+        kernels=_kernels(quantization) if engine else (),
     )
+
+
+def _kernels(quantization: QuantizationConfig | None) -> tuple[SchemeSupport, ...]:
+    """The schemes of all groups of layers, each once."""
+    if quantization is None:
+        return ()
+    return tuple(dict.fromkeys(support_of(scheme) for scheme in quantization.config_groups.values()))
 
 
 def _longest_row(settings: Any) -> int:
@@ -102,13 +111,12 @@ def _longest_row(settings: Any) -> int:
     return settings.vllm_max_model_length or _longest_answer(settings) + PROMPT
 
 
-def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_tokens: float | None) -> Batch:
+def batch_of(settings: Any, prompt_tokens: float | None, answer_tokens: float | None) -> Batch:
     """
     The rollout batch of a run.
 
     Args:
-        settings: Its config: a `QaRLConfig`, or that of RLOO.
-        gpus: Processes of the learner.
+        settings: Its config, made for all its processes: a `QaRLConfig`, or that of RLOO.
         prompt_tokens: Mean tokens of a prompt; `None`: assumed.
         answer_tokens: Mean tokens of an answer; `None`: assumed.
 
@@ -116,7 +124,7 @@ def batch_of(settings: Any, gpus: int, prompt_tokens: float | None, answer_token
         ValueError: if nothing limits the length of an answer.
     """
     longest = _longest_answer(settings)
-    answers = gpus * settings.per_device_train_batch_size * settings.steps_per_generation
+    answers = settings.generation_batch_size  # of all processes
     # Micro-batches that are trained. Below, an update that needs several rollout batches counts as one of each.
     passes = settings.steps_per_generation * settings.num_iterations
     return Batch(
@@ -196,14 +204,6 @@ def _longest_answer(settings: Any) -> int:
             "plan needs the longest answer: set max_completion_length or vllm_max_model_length, got null for both."
         )
     return longest
-
-
-def _check_numbers(hardware: Hardware) -> None:
-    """`ValueError` for a number of GPUs, or of their GiB, that no machine has."""
-    for name, value in {"gpus": hardware.gpus, "memory": hardware.memory}.items():
-        # Written so that NaN is refused too.
-        if not 0 < value <= LIMIT:
-            raise ValueError(f"--{name} must be a number above 0, at most {LIMIT}, got {value:g}.")
 
 
 def _check_engine_ranks(engine: str, ranks: int, gpus: int) -> None:

@@ -108,8 +108,9 @@ def read_run(folder: Path, name: str) -> LoggedRun:
     if not logs:
         raise ValueError(f"{folder} is not a run: no trainer_state.json (`trainer.save_state()`), no checkpoint-*/.")
 
-    # Each checkpoint has the log up to its step, so the longest one holds the others.
-    log = max(logs, key=len)
+    # Each checkpoint has the log up to its step, so the one that is furthest on holds the others. Its number of lines
+    # does not tell: a resumed run may log less often. Of two that end together one has the summary of the training.
+    log = max(logs, key=lambda rows: (max((row["step"] for row in rows), default=0), len(rows)))
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
     return LoggedRun(name, log)

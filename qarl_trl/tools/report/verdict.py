@@ -20,6 +20,8 @@ LARGEST_KL = 0.01
 # A smaller share of quantized values changed by a sync is hardly any: the smallest of the committed runs that learned
 # is 7.5e-5 (benchmarks/results/real/channel).
 FEWEST_FLIPS = 2e-5
+# Metrics that are a number in each line of a run that trains. A reward may be missing.
+NUMBERS = ("loss", "grad_norm", "entropy", "mismatch/logp_diff_mean", "sampling/sampling_logp_difference/mean")
 # The limit of a share that is never wrong, or never only worth a look.
 NEVER = math.inf
 
@@ -144,7 +146,7 @@ def judge(run: LoggedRun) -> list[Judgement]:
     Returns:
         All judgements, the most important first.
     """
-    return [*_judge_reward(run), _judge_mismatch(run), *_judge_shares(run)]
+    return [*_judge_numbers(run), *_judge_reward(run), _judge_mismatch(run), *_judge_shares(run)]
 
 
 def headline(judgements: Sequence[Judgement]) -> str:
@@ -182,6 +184,22 @@ def quarters(run: LoggedRun, name: str) -> list[float]:
 
 
 # NaN (a metric that was not logged) makes every comparison below false, so it gives no judgement.
+
+
+def _judge_numbers(run: LoggedRun) -> Iterator[Judgement]:
+    """At most one judgement: whether a metric ended as NaN or infinity, which no other judgement sees."""
+    last: dict[str, tuple[float, float]] = {}
+    for row in sorted(run.log, key=lambda row: row["step"]):
+        for name in NUMBERS:
+            if isinstance(row.get(name), int | float):
+                last[name] = (row["step"], row[name])
+
+    for name, (step, value) in last.items():
+        if not math.isfinite(value):
+            text = f"{name} is {value} at step {step:g}: the weights or log-probs are no numbers any more"
+            advice = "Resume from a checkpoint before it, with a lower learning_rate or max_grad_norm."
+            yield Judgement("bad", text, advice, COLLAPSED)
+            return
 
 
 def _judge_reward(run: LoggedRun) -> Iterator[Judgement]:

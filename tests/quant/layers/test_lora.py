@@ -306,6 +306,32 @@ def test_an_adapter_that_peft_merged_stops_the_forward(tiny_model):
     model(TOKENS)
 
 
+def test_an_adapter_that_comes_after_the_quantization_is_refused(tiny_model):
+    """The forward would add it, and neither sync nor file would have it."""
+    model = apply_quantization(tiny_model(), "W4A16")
+    late = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(RuntimeError, match=r"q_proj' got an adapter after the model was quantized"):
+        list(iter_low_bit_weights(late))
+
+    # On a layer that had none, beside those that had one.
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
+    list(iter_low_bit_weights(model))
+    model.add_adapter("late", LoraConfig(target_modules=["k_proj"]))
+    with pytest.raises(RuntimeError, match=r"k_proj' got an adapter after the model was quantized"):
+        list(iter_low_bit_weights(model))
+
+
+@pytest.mark.parametrize("method", ["unload", "merge_and_unload"])
+def test_peft_does_not_leave_a_mixture_of_precisions(tiny_model, method):
+    model = apply_quantization(with_adapters(tiny_model()), "W4A16")
+    with pytest.raises(RuntimeError, match=r"in high precision, beside low-bit ones.*remove_quantization"):
+        getattr(model, method)()
+
+    # The advice works.
+    remove_quantization(model)
+    getattr(model, method)()(TOKENS)
+
+
 # When quantized values are made -------------------------------------------------------------------------------------
 
 

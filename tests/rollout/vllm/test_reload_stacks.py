@@ -45,6 +45,7 @@ def layer_for(weights: dict[str, torch.Tensor], strategy: str, ranks: int = 1, r
     )
     layer.expert_map_manager = SimpleNamespace(map_global_to_local=lambda number: number)
     layer.register_buffer("_expert_map", None)
+    layer._fused_shared_expert_quantizer = None  # vLLM 0.32: of shared experts that are quantized while they load
 
     experts = 4
     for name in sorted({name.rpartition(".")[2] for name in weights if name.startswith(NAME)}):

@@ -70,6 +70,7 @@ def test_what_does_not_fit_names_its_largest_items(capsys):
 
     assert code == 1
     assert "It does not fit: backward" in printed.out
+    assert "vllm_gpu_memory_utilization: at most 0.25 would fit" in printed.out
     assert "mostly key-value cache" in printed.out
 
 
@@ -77,8 +78,40 @@ def test_what_fits_says_in_what_memory(capsys):
     code, printed = plan(capsys, *EIGHT_H100)
 
     assert code == 0
-    assert printed.out.endswith("It fits: 67.9 GiB of 79.\n")
+    assert printed.out.endswith("It fits: 67.9 GiB of 79, 7 of them assumed.\n")
     assert "at most 0.8 would fit" in printed.out
+
+
+def test_a_gpu_without_a_kernel_is_no_fit(capsys):
+    float8 = ("--config", EIGHT_GPUS, "--gpus", 8, "--quant_scheme", "FP8_DYNAMIC")
+    code, printed = plan(capsys, *float8, "--gpu", "a100")
+
+    assert code == 1
+    assert printed.out.endswith("But it does not run on a100: FP8_DYNAMIC needs Ada or Hopper or Blackwell.\n")
+
+    # Without a GPU the list says it, and the run has others to fit.
+    code, printed = plan(capsys, *float8)
+    rows = {line.split()[0]: line for line in printed.out.splitlines()}
+    assert code == 0
+    assert rows["a100"].endswith("no kernel: FP8_DYNAMIC needs Ada or Hopper or Blackwell")
+    assert rows["h100"].endswith("fits")
+
+    # Supervised fine-tuning has no engine.
+    sft = RECIPES / "trainers" / "sft.yaml"
+    code, printed = plan(capsys, "--config", sft, "--quant_scheme", "FP8_DYNAMIC", "--gpu", "a100")
+    assert code == 0
+    assert "does not run" not in printed.out
+
+
+def test_a_lever_that_the_recipe_has_changes_nothing(capsys):
+    recipe = RECIPES / "one_gpu" / "qwen2.5-7b_frozen.yaml"
+    _, printed = plan(capsys, "--config", recipe, "--gpu", "4090")
+
+    lines = printed.out.splitlines()
+    changing = [line for line in lines[lines.index("") :] if "  --" in line]
+    unchanging = [line.split("  ")[0] for line in lines if line.endswith("changes nothing here")]
+    assert unchanging == ["sleep mode", "gradient checkpointing", "LoRA", "LoRA, frozen base"]
+    assert [line.split("  ")[0] for line in changing] == ["AdamW in 8 bits", "the same, kept on the host"]
 
 
 def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_otherwise():
@@ -148,6 +181,14 @@ def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it():
     assert peaks(server)["rollout"] < peaks(colocated)["rollout"]
     for count in (synced_bytes, engine_weights, cache_tokens):
         assert count(server) == count(colocated) > 0
+
+
+def test_a_server_is_named_beside_the_gpus_of_the_learner(capsys):
+    _, printed = plan(capsys, *EIGHT_H100, *SERVER, "--vllm_tensor_parallel_size", 2)
+    assert "rollout batch on 8 x h100 and 2 of a server: 4096 answers" in printed.out
+
+    _, printed = plan(capsys, *EIGHT_H100)  # control
+    assert "rollout batch on 8 x h100: 4096 answers" in printed.out
 
 
 def test_a_server_without_room_for_a_row_does_not_fit(capsys):

@@ -37,6 +37,15 @@ def test_the_log_that_is_furthest_on_is_read(tmp_path):
     assert run.log[-1]["step"] == 12
 
 
+def test_a_log_that_is_furthest_on_may_have_fewer_lines(tmp_path):
+    """A run resumed with a larger `logging_steps`, beside a later checkpoint of before."""
+    rows = log(3)
+    write_run(tmp_path / "a", rows[:8], checkpoint=8)
+    write_run(tmp_path / "a", [*rows[:4], rows[11]], checkpoint=12)
+
+    assert read_run(tmp_path / "a", "a").log[-1]["step"] == 12
+
+
 def test_a_point_has_the_extremes_of_its_rollout_batch(run):
     """The ratio saw-tooths from update to update; its extremes over a batch do not."""
     steps, largest = run.series("ratio/max")

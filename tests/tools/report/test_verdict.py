@@ -68,6 +68,22 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
     assert judgement.page
 
 
+@pytest.mark.parametrize("name", ["grad_norm", "entropy", "sampling/sampling_logp_difference/mean"])
+def test_a_run_that_ended_in_nan_is_wrong(name):
+    """Means leave NaN out, so all else is judged by what came before."""
+    rows = log()
+    for row in rows[8:]:
+        row[name] = float("nan")
+
+    (judgement,) = judgements_of_level(rows, "bad")
+
+    assert f"{name} is nan at step 32" in judgement.text
+
+    # Control: one line of it, of a run that goes on, is none.
+    rows[-1][name] = 1.0
+    assert not judgements_of_level(rows, "bad")
+
+
 def test_a_small_share_of_flips_that_committed_runs_learned_with_is_good():
     # The smallest share of the committed runs that learned.
     good = judgements_of_level(log(**{"quant/flip_frac": 7.5e-5}), "good")

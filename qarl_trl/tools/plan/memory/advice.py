@@ -66,10 +66,10 @@ def advise(argv: Sequence[str], hardware: Hardware, method: Method = QARL) -> Ad
     """
 
     def run_with(options: Options) -> Run:
-        return run_of(*read_settings(argv, options, method), hardware)
+        return run_of(*read_settings(argv, hardware.gpus, options, method), hardware)
 
     # First and not quietly: what is wrong with the recipe itself is raised, and its warnings are logged.
-    settings, model_args = read_settings(argv, method=method)
+    settings, model_args = read_settings(argv, hardware.gpus, method=method)
     run = run_of(settings, model_args, hardware)
 
     alone: list[Trial] = []

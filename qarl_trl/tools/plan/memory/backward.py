@@ -221,8 +221,9 @@ def backward_work(run: Run) -> int:
     # Weights outside the layers, and their gradient, stay from the forward to the end of the backward. Then the
     # gradient is reduced in float32.
     outside = sum(parameter.entries for parameter in run.parameters if not parameter.layer)
-    gathered = 2 * run.compute * outside
-    reduction = FLOAT32 * outside
+    trained = sum(parameter.entries for parameter in run.parameters if not parameter.layer and parameter.trained)
+    gathered = run.compute * (outside + trained)
+    reduction = FLOAT32 * trained
     return int(gathered + max(head, layer + _gathered_layers(run), reduction))
 
 
@@ -322,7 +323,7 @@ def _gathered_layers(run: Run) -> int:
         weight = parameter.entries * run.compute
         if parameter.gathered:
             weight = parameter.quantized * run.ranks
-        gradient = parameter.entries * (run.compute + FLOAT32)
+        gradient = parameter.entries * (run.compute + FLOAT32) if parameter.trained else 0
 
         by_layer.setdefault(parameter.layer, 0)
         by_layer[parameter.layer] += 2 * weight + gradient

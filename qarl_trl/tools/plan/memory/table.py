@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,13 +30,14 @@ def on_gpu(run: Run, name: str) -> Run:
     return replace(run, memory=int(GPUS[name].memory * GIB))
 
 
-def for_each_gpu(name: str, run: Run) -> Iterator[str]:
+def for_each_gpu(name: str, run: Run, missing: Mapping[str, str]) -> Iterator[str]:
     """
     Lines that show the memory that a run needs on each GPU of the list.
 
     Args:
         name: The model and its scheme.
         run: The run.
+        missing: Of each GPU, why it has no kernel for the run; empty if it has.
     """
     yield f"{name}, {run.ranks} GPU(s), {_sharding(run)}; no GPU is named (--gpu, or --memory), so:"
     yield f"{'GPU':8}{'GiB':>8}{'needed (estimated)':>20}{'cache, tokens':>16}"
@@ -46,6 +47,8 @@ def for_each_gpu(name: str, run: Run) -> Iterator[str]:
         peak = _highest_peak(there)
         cache = f"{max(0, cache_tokens(there)):,}" if run.engine else "-"
         answer = "fits" if fits(there) else "does not fit as it stands"
+        if missing[gpu_name]:
+            answer = f"no kernel: {missing[gpu_name]}"
         yield f"{gpu_name:8}{gpu.memory:8g}{peak:20.1f}{cache:>16}   {answer}"
 
 
@@ -109,7 +112,8 @@ def _engine_line(run: Run) -> str:
     line = f"engine of {run.engine_ranks} GPU(s): key-value cache for {cache_tokens(run):,} tokens"
     # A server has its GPUs for itself, so that any share fits.
     if run.engine == "colocate":
-        line += f"; vllm_gpu_memory_utilization: at most {best_utilization(run):g} would fit"
+        share = best_utilization(run)
+        line += f"; vllm_gpu_memory_utilization: {f'at most {share:g}' if share else 'none'} would fit"
     return line
 
 
@@ -143,16 +147,25 @@ def _comparison(run: Run, alone: Sequence[Trial]) -> Iterator[str]:
         columns.append("sync moves")
     yield "\n" + _row("each alone", [*columns, "host"])
 
+    as_it_is = _sizes(run)
     for trial in alone:
         if trial.run is None:
             yield f"{_row(trial.lever.name, [])}  {trial.refusal}"
             continue
 
-        sizes = [*peaks(trial.run).values()]
-        if run.engine:
-            sizes.append(synced_bytes(trial.run))
-        sizes.append(host_bytes(trial.run))
-        yield f"{_row(trial.lever.name, sizes)}  {trial.lever.text}"
+        sizes = _sizes(trial.run)
+        # What the recipe has already, or what such a run ignores.
+        text = "changes nothing here" if sizes == as_it_is else trial.lever.text
+        yield f"{_row(trial.lever.name, sizes)}  {text}"
+
+
+def _sizes(run: Run) -> list[int]:
+    """The peaks of a run, what a sync moves if there is one, and the host memory, in bytes."""
+    sizes = [*peaks(run).values()]
+    if run.engine:
+        sizes.append(synced_bytes(run))
+    sizes.append(host_bytes(run))
+    return sizes
 
 
 def _row(name: str, values: Iterable[int | str]) -> str:
@@ -173,7 +186,7 @@ def verdict(run: Run, together: Sequence[Fitting]) -> Iterator[str]:
         together: Levers that make it fit, for the user to choose from.
     """
     if fits(run):
-        yield f"It fits: {_highest_peak(run):.1f} GiB of {run.memory / GIB:g}."
+        yield f"It fits: {_highest_peak(run):.1f} GiB of {run.memory / GIB:g}, {_assumed(run):g} of them assumed."
         return
 
     for moment, size in peaks(run).items():
@@ -192,6 +205,13 @@ def verdict(run: Run, together: Sequence[Fitting]) -> Iterator[str]:
 def _highest_peak(run: Run) -> float:
     """The memory that the run needs on each GPU, in GiB."""
     return max(peaks(run).values()) / GIB
+
+
+def _assumed(run: Run) -> float:
+    """The GiB of the highest peak that nobody has computed or measured."""
+    at_moment = moments(run)
+    highest = max(at_moment.values(), key=lambda sizes: sum(sizes.values()))
+    return sum(size for name, size in highest.items() if "assumed" in name) / GIB
 
 
 def _largest_items(run: Run, moment: str) -> str:

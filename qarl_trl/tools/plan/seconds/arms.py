@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ....methods import QARL, Method
-from ....quant.scheme import support_of
-from ....quant.supported import gpu_generation
 from ...report.runs import read_run
 from ..gpus import Gpu
+from ..kernels import missing_kernel
 from ..memory.engine import cache_tokens
 from ..memory.moments import best_utilization, fits, peaks
 from ..recipe import Options, quiet, read_settings
@@ -22,6 +21,10 @@ from .batch import Batch
 from .measured import Measured, check_same_run
 from .parts import NO_FIT, Parts, batch_seconds
 from .rollout import sequences_at_once
+
+
+# Keys that say how a recipe quantizes, and that are nothing to an arm with another scheme.
+OF_ANOTHER_SCHEME = ("quant_recipe", "quant_group_size")
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ def compare(
     Raises:
         ValueError: if the recipe cannot work, or the folder is not that of such a run.
     """
-    settings, model_args = read_settings(argv, method=method)
+    settings, model_args = read_settings(argv, hardware.gpus, method=method)
     run = run_of(settings, model_args, hardware)
-    batch = batch_of(settings, hardware.gpus, prompt_tokens, answer_tokens)
+    batch = batch_of(settings, prompt_tokens, answer_tokens)
 
     measured = None
     factors = NO_FIT
@@ -105,7 +108,10 @@ def compare(
     arms = {}
     with quiet():
         for name, options in arms_of(settings).items():
-            arms[name] = _arm(partial(read_settings, argv, options, method), hardware, gpu, batch, factors)
+            # A scheme excludes what the recipe says of another one.
+            without = OF_ANOTHER_SCHEME if "quant_scheme" in options else ()
+            read = partial(read_settings, argv, hardware.gpus, options, method, without)
+            arms[name] = _arm(read, hardware, gpu, batch, factors)
 
     assumed = []
     if prompt_tokens is None:
@@ -133,10 +139,11 @@ def arms_of(settings: Any) -> dict[str, Options]:
     quantized = {} if settings.quant_name == scheme else {"quant_scheme": scheme}
     unfrozen = {"lora_base": "merged"} if settings.frozen else {}
     cache = {"kv_cache_dtype": "auto"} if settings.has_low_bit_cache else {}
+    shown = scheme if settings.quant_recipe is None else Path(scheme).name
     return {
         "bf16": {"quant_scheme": "none", **cache, **unfrozen},
-        f"rollout-only {scheme}": {**quantized, "quantize_learner": "false", **unfrozen},
-        f"QaRL {scheme}": {**quantized, "quantize_learner": "true"},
+        f"rollout-only {shown}": {**quantized, "quantize_learner": "false", **unfrozen},
+        f"QaRL {shown}": {**quantized, "quantize_learner": "true"},
         f"QaRL {other}": {"quant_scheme": other, "quantize_learner": "true"},
     }
 
@@ -149,7 +156,7 @@ def _arm(read: Callable[[], Any], hardware: Hardware, gpu: Gpu, batch: Batch, fa
     except ValueError as error:
         return Arm(note=f"refused: {str(error).splitlines()[0]}")
 
-    kernel = _missing_kernel(settings, gpu)
+    kernel = missing_kernel(run, gpu)
     if kernel:
         return Arm(run, note=kernel)
 
@@ -175,19 +182,6 @@ def run_that_fits(run: Run) -> Run:
         return run
     share = best_utilization(run)
     return replace(run, utilization=share) if share else run
-
-
-def _missing_kernel(settings: Any, gpu: Gpu) -> str:
-    """Why vLLM has no kernel for a run's schemes on a GPU; empty if it has."""
-    quantization = settings.quant_plan()
-    if quantization is None:
-        return ""
-
-    for scheme in quantization.config_groups.values():
-        support = support_of(scheme)
-        if gpu_generation(gpu.capability) not in support.gpus:
-            return f"{support.name} needs {' or '.join(support.gpus) or 'a CPU'}"
-    return ""
 
 
 def _why_not(run: Run) -> str:

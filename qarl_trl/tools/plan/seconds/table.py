@@ -27,20 +27,31 @@ def table(comparison: Comparison, name: str, gpu: Gpu, gpus: int) -> Iterator[st
         gpu: The GPU.
         gpus: Their number.
     """
-    yield f"\nEstimated seconds of a rollout batch on {gpus} x {name}: {_batch(comparison)}"
+    place = f"{gpus} x {name}{_of_server(comparison)}"
+    yield f"\nEstimated seconds of a rollout batch on {place}: {_batch(comparison)}"
     columns = f"{'rollout':>9}{'sync':>8}{'update':>9}{'sum':>9}"
-    yield f"{'arm':24}{columns}   {'speed against bf16':22}{'GiB':>6}{'at once':>9}"
+    # An arm may have the name of a file.
+    width = max(24, *(len(arm_name) + 1 for arm_name in comparison.arms))
+    yield f"{'arm':{width}}{columns}   {'speed against bf16':22}{'GiB':>6}{'at once':>9}"
 
     base = comparison.arms["bf16"].seconds
     near = gpu.measured or comparison.measured is not None
     error = RATIO_ERROR if near else RATIO_ERROR_ELSEWHERE
     for arm_name, arm in comparison.arms.items():
-        yield _row(arm_name, arm, base, error)
+        yield _row(f"{arm_name:{width}}", arm, base, error)
 
     for arm_name, arm in comparison.arms.items():
         if arm.note:
             yield f"{arm_name}: {arm.note}"
     yield from _about(comparison, gpu)
+
+
+def _of_server(comparison: Comparison) -> str:
+    """The GPUs that a server has beside those of the learner; empty without one."""
+    for arm in comparison.arms.values():
+        if arm.run is not None and arm.run.engine == "server":
+            return f" and {arm.run.engine_ranks} of a server"
+    return ""
 
 
 def _batch(comparison: Comparison) -> str:
@@ -53,19 +64,19 @@ def _batch(comparison: Comparison) -> str:
 
 
 def _row(name: str, arm: Arm, base: Parts | None, error: float) -> str:
-    """The row of an arm."""
+    """The row of an arm, whose `name` fills the first column."""
     if arm.seconds is None or arm.run is None:
-        return f"{name:24}{'cannot run':>35}"
+        return f"{name}{'cannot run':>35}"
 
     parts = arm.seconds
     times = f"{parts.rollout:9.1f}{parts.sync:8.2f}{parts.update:9.1f}{parts.sum:9.1f}"
     memory = max(peaks(arm.run).values()) / GIB
-    return f"{name:24}{times}   {_ratio(name, parts, base, error):22}{memory:6.1f}{arm.at_once:9}"
+    return f"{name}{times}   {_ratio(parts, base, error):22}{memory:6.1f}{arm.at_once:9}"
 
 
-def _ratio(name: str, parts: Parts, base: Parts | None, error: float) -> str:
-    """How often an arm is as fast as bf16, and what else it may be."""
-    if name == "bf16":
+def _ratio(parts: Parts, base: Parts | None, error: float) -> str:
+    """How often an arm is as fast as bf16, whose seconds are `base`, and what else it may be."""
+    if parts is base:
         return "1.00"
     if base is None:
         return "no bf16 beside it"

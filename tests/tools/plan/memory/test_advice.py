@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from trl import get_peft_config
 
 from qarl_trl import cli
 from qarl_trl.tools.plan.gpus import GPUS
-from qarl_trl.tools.plan.memory import advice
+from qarl_trl.tools.plan.memory import advice, backward
 from qarl_trl.tools.plan.memory.advice import advise
 from qarl_trl.tools.plan.memory.engine import cache_tokens, engine_bytes, synced_bytes
 from qarl_trl.tools.plan.memory.learner import host_bytes, optimizer_state
@@ -214,9 +215,11 @@ def test_moments_in_8_bits():
 
 
 def test_a_server_keeps_the_frozen_base_and_gets_the_adapter():
-    server = ["--vllm_mode", "server", "--sync_folder", "s", "--vllm_enable_sleep_mode", "false"]
+    # A server never sleeps, whatever the recipe says of it.
+    server = ["--vllm_mode", "server", "--sync_folder", "s", "--vllm_enable_sleep_mode", "true"]
 
     run = advise(["--config", str(FROZEN), *server], Hardware(1, 80)).run
+    assert not run.sleep
 
     adapter = 0
     for parameter in run.parameters:
@@ -236,6 +239,20 @@ def test_each_gpu_has_the_whole_frozen_base():
 
     assert backward("fsdp2")["quantized values"] == backward("ddp")["quantized values"]
     assert backward("fsdp2")["master weights"] < backward("ddp")["master weights"] / 7
+
+
+def test_what_is_not_trained_has_no_gradient_under_fsdp2():
+    """Of the base FSDP2 gathers embeddings and output layer in bfloat16; the adapter alone has gradients."""
+    run = advise(["--config", str(FROZEN)], Hardware(8, 80, "fsdp2")).run
+    outside = 2 * 152064 * 3584 + 3584  # and the last norm
+
+    head = backward._head_work(run)
+    layer = backward._layer_work(run) + backward._gathered_layers(run)
+    assert backward.backward_work(run) == int(2 * outside + max(head, layer))
+
+    # Control: all weights have gradients, and a copy of each outside the layers for the reduction.
+    trained = replace(run, parameters=tuple(replace(one, optimizer="muon") for one in run.parameters))
+    assert backward.backward_work(trained) >= 2 * 2 * outside + 4 * outside
 
 
 def test_a_frozen_base_is_its_low_bits_and_syncs_its_adapter():

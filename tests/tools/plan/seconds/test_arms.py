@@ -89,6 +89,37 @@ def test_ampere_has_no_float8():
     assert arms_of(SMALL, "l4").arms["QaRL FP8_DYNAMIC"].seconds is not None
 
 
+def test_a_recipe_of_llm_compressor_has_a_bf16_arm_too(capsys):
+    """Its keys exclude a scheme, and a command line cannot unset one."""
+    mixed = RECIPES / "llmcompressor" / "fp8_attention_w4a16_mlp.yaml"
+    options = ("--quant_recipe", mixed)
+    arms = arms_of(ONE_GPU / "qwen3-8b.yaml", "h100", *options).arms
+    by_scheme = arms_of(ONE_GPU / "qwen3-8b.yaml", "h100").arms
+
+    assert [*arms] == ["bf16", f"rollout-only {mixed.name}", f"QaRL {mixed.name}", "QaRL FP8_DYNAMIC"]
+    for name in ("bf16", "QaRL FP8_DYNAMIC"):
+        assert arms[name].seconds == by_scheme[name].seconds
+    in_float8 = engine_bytes(by_scheme["QaRL FP8_DYNAMIC"].run)
+    assert engine_bytes(by_scheme["QaRL W4A16"].run) < engine_bytes(arms[f"QaRL {mixed.name}"].run) < in_float8
+
+    # The columns stand under their names, though a file has a longer one.
+    _, printed = plan(capsys, "--config", ONE_GPU / "qwen3-8b.yaml", "--gpu", "h100", *options)
+    lines = printed.out.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("arm "))
+    sums = [line.index(f"{arm.seconds.sum:.1f}") for line, arm in zip(lines[begin + 1 :], arms.values(), strict=False)]
+    ends = {at + len(f"{arm.seconds.sum:.1f}") for at, arm in zip(sums, arms.values(), strict=True)}
+    assert ends == {lines[begin].index("sum") + 3}
+
+
+def test_a_group_size_is_of_the_recipes_scheme_alone():
+    arms = arms_of(SMALL, "h100", "--quant_group_size", 64).arms
+    usual = arms_of(SMALL, "h100").arms
+
+    assert engine_bytes(arms["QaRL W4A16"].run) > engine_bytes(usual["QaRL W4A16"].run)
+    for name in ("bf16", "QaRL FP8_DYNAMIC"):
+        assert arms[name].seconds == usual[name].seconds
+
+
 def test_what_bf16_cannot_do_is_said(capsys):
     """A base of 7B in bfloat16 is larger than a card of 24 GB; in 4 bits it fits."""
     _, printed = plan(capsys, "--config", ONE_GPU / "qwen2.5-7b_frozen.yaml", "--gpu", "4090")
@@ -97,6 +128,9 @@ def test_what_bf16_cannot_do_is_said(capsys):
     assert "bf16: needs 36.3 of 23.5 GiB, the cache does not hold one sequence" in lines
     assert re.search(r"^QaRL W4A16.*no bf16 beside it", printed.out, re.MULTILINE)
     assert re.search(r"^ *bf16 +cannot run *$", printed.out, re.MULTILINE)
+
+    _, printed = plan(capsys, "--config", ONE_GPU / "qwen3-8b.yaml", "--gpu", "4090")
+    assert "vllm_gpu_memory_utilization: none would fit" in printed.out
 
 
 def test_an_arm_that_fits_with_another_share_is_shown_with_it():
@@ -177,7 +211,7 @@ def test_memory_alone_has_a_verdict_and_no_seconds(capsys):
 
     assert code == 0
     assert "No seconds: name a GPU with --gpu." in printed.out
-    assert printed.out.endswith("It fits: 19.8 GiB of 23.5.\n")
+    assert printed.out.endswith("It fits: 19.8 GiB of 23.5, 7 of them assumed.\n")
 
 
 def test_what_is_assumed_is_marked(capsys):

@@ -1,0 +1,78 @@
+"""The config that `qarl-trl plan` reads is that of all processes of the run, by TRL's own arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+from trl import GRPOConfig, RLOOConfig
+
+from qarl_trl.cli import main
+from qarl_trl.methods import QARL, RLOO, Method
+from qarl_trl.tools.plan.recipe import read_settings
+from qarl_trl.tools.plan.settings import batch_of
+
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+OF_METHOD = {QARL: RECIPES / "one_gpu" / "qwen2.5-1.5b.yaml", RLOO: RECIPES / "trainers" / "rloo.yaml"}
+SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_generations": 8}
+BATCHES = [{"generation_batch_size": 256}, {"steps_per_generation": 16}, {}]
+
+
+def recipe(folder: Path, method: Method = QARL, **fields: object) -> list[str]:
+    """A recipe without the sizes of a batch but these."""
+    lines = OF_METHOD[method].read_text().splitlines()
+    of_batch = (*SIZES, "generation_batch_size", "steps_per_generation")
+    kept = [line for line in lines if line.partition(":")[0] not in of_batch]
+    path = folder / "recipe.yaml"
+    path.write_text("\n".join([*kept, *(f"{name}: {value}" for name, value in fields.items())]))
+    return ["--config", str(path)]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("batch", BATCHES, ids=["generation_batch_size", "steps_per_generation", "neither"])
+@pytest.mark.parametrize("of_trl", [GRPOConfig, RLOOConfig])
+def test_a_rollout_batch_is_the_one_that_trl_makes_on_so_many_processes(tmp_path, monkeypatch, gpus, batch, of_trl):
+    method = QARL if of_trl is GRPOConfig else RLOO
+    settings, _ = read_settings(recipe(tmp_path, method, **SIZES, **batch), gpus, method=method)
+    planned = batch_of(settings, None, None)
+
+    # What accelerate says in a process of such a run. It counts the processes itself when a config is made.
+    monkeypatch.setattr(PartialState, "num_processes", property(lambda _: gpus, lambda *_: None), raising=False)
+    expected = of_trl(str(tmp_path), use_cpu=True, bf16=False, **SIZES, **batch)
+    assert expected.world_size == gpus
+
+    assert planned.answers == expected.generation_batch_size
+    assert planned.prompts == expected.generation_batch_size // 8
+    assert planned.micro_batches == expected.steps_per_generation
+    assert planned.updates == max(1, expected.steps_per_generation * settings.num_iterations // 8)
+    # Every answer is in a micro-batch of one of the GPUs.
+    assert planned.micro_batches * SIZES["per_device_train_batch_size"] * gpus == planned.answers
+
+
+def test_a_group_may_be_spread_over_gpus(tmp_path, capsys):
+    """4 micro-batches of one row hold half of a group; on 8 GPUs they hold 4 groups."""
+    argv = recipe(
+        tmp_path,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        steps_per_generation=4,
+        num_generations=8,
+    )
+
+    with pytest.raises(ValueError, match=r"generation_batch_size \(4\) must be divisible by num_generations"):
+        read_settings(argv, 1)
+
+    main(["plan", *argv, "--gpus", "8", "--gpu", "h100"])
+    assert "rollout batch on 8 x h100: 32 answers" in capsys.readouterr().out
+
+
+def test_a_rollout_batch_that_the_gpus_cannot_share_is_one_line(tmp_path, capsys):
+    argv = recipe(tmp_path, **SIZES, generation_batch_size=96)
+    read_settings(argv, 8 // 4)  # control: 3 micro-batches of 4 rows on 8 GPUs, 12 on 2
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *argv, "--gpus", "16", "--gpu", "h100"])
+    assert stopped.value.code == 2
+    assert "generation_batch_size (96) must be divisible by the global batch size (64)" in capsys.readouterr().err
