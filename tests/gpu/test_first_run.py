@@ -1,6 +1,7 @@
 """`first_run.py`: `--dry` writes its page, and each learner multiplies by the gemm that it is named after."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -53,6 +54,15 @@ def test_without_a_gpu_it_ends_before_the_first_stage(tmp_path):
     assert not page.exists()
 
 
+def run_script(stages, arguments, number):
+    """In a child: the script with other stages."""
+    # Under nohup, which CI may use, it would have inherited that SIGHUP is ignored.
+    signal.signal(number, signal.SIG_DFL)
+    first_run.__file__ = str(stages)
+    sys.argv = arguments
+    sys.exit(first_run.main())
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_stopped_has_its_page_and_leaves_no_process(tmp_path, number):
     """With a stage that never ends, in place of the one that it starts."""
@@ -68,30 +78,19 @@ time.sleep(600)
     endless = tmp_path / "endless.py"
     endless.write_text(stage)
     page = tmp_path / "page.md"
-    code = f"""
-import sys
-sys.path.insert(0, {str(SCRIPT.parents[1])!r})
-from gpu import first_run
-first_run.__file__ = {str(endless)!r}
-sys.argv = ["first_run.py", "--dry", "--only", "quantizer;gemms", "--out", {str(page)!r}]
-sys.exit(first_run.main())
-"""
-    # Under nohup, which CI may use, a child would inherit that SIGHUP is ignored.
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
-    )
+    # A fork, which has imported everything.
+    arguments = ["first_run.py", "--dry", "--only", "quantizer;gemms", "--out", str(page)]
+    process = multiprocessing.get_context("fork").Process(target=run_script, args=(endless, arguments, number))
+    process.start()
     log = page.with_suffix(".log")
     while not (log.exists() and "stage begins" in log.read_text()):
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.1)
 
-    process.send_signal(number)
-    process.communicate(timeout=120)
+    os.kill(process.pid, number)
+    process.join(timeout=120)
 
-    assert process.returncode == 1
+    assert process.exitcode == 1
     text = page.read_text()
     assert "## quantizer: stopped after" in text
     assert "- found: 7" in text
