@@ -83,6 +83,19 @@ def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
     assert train(make(dense_model, tmp_path / "c")) != both_losses
 
 
+def test_the_tags_are_those_of_the_loss_or_of_a_subclass(dense_model, tmp_path):
+    class Tagged(QaRLTrainer):
+        _tag_names = ["trl", "mine"]
+
+    def tags_of(trainer_class, loss_type):
+        args = QaRLConfig(**without_engine(tmp_path / loss_type, loss_type=loss_type))
+        return trainer_class(dense_model, distinct_characters, args, train_dataset=prompts()).model.model_tags
+
+    assert set(tags_of(QaRLTrainer, "tbpo")) == {"trl", "tbpo", "qarl"}
+    assert set(tags_of(QaRLTrainer, "grpo")) == {"trl", "grpo", "qarl"}
+    assert set(tags_of(Tagged, "tbpo")) == {"trl", "mine"}
+
+
 # With the scheme off: TRL's trainer ---------------------------------------------------------------------------------
 
 
