@@ -54,13 +54,16 @@ owner:
 	sed -i 's/<owner>/$(NAME)/g' pyproject.toml
 	sed -i 's#REPOSITORY = \\"\\"#REPOSITORY = \\"https://github.com/$(NAME)/qarl_trl\\"#' examples/quickstart.ipynb
 
-test: test-fast test-slow
+# Both tiers in one call, since reading 4,300 tests takes half a minute of each process. Two processes, a file of tests in
+# one of them; some tests of the slow tier run alone (`markers` in pyproject.toml).
+test: install quality
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not alone and not gpu"
+	$(BIN)/python -m pytest -q -m "slow and alone and not gpu" $(SLOW)
 
-# Two processes, a file of tests in one of them; some tests of the slow tier run alone (`markers` in pyproject.toml).
 test-fast: install quality
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
 
-# Only the files that mark a test as slow: reading all 4,300 takes half a minute of each process.
+# Only the files that mark a test as slow.
 SLOW = $(shell grep -rl --include="test_*.py" "mark.slow" tests)
 test-slow: install
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow and not alone and not gpu" $(SLOW)

@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from .loss import TrustBand
 from .options import ENGINE, LOSS, option
-from .trainers.settings import LowBitConfig, changed_fields, check_fit
+from .trainers.settings import LowBitConfig, changed_fields, check_fit, check_noise, check_seed
 
 
 logger = get_logger(__name__)
@@ -112,8 +112,8 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
             check_fit(self)
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
-            _check_noise(self)
-        _check_seed(self)
+            check_noise(self)
+        check_seed(self)
         _check_endings(self)
         _check_threshold(self)
         _check_passes(self)
@@ -195,27 +195,6 @@ def _check_sampling(args: QaRLConfig) -> None:
                 f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. "
                 "Leave it out (temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
-
-
-def _check_noise(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) noise on the learner's embeddings, which the engine does not have."""
-    if args.neftune_noise_alpha:
-        raise ValueError(
-            f"neftune_noise_alpha={args.neftune_noise_alpha} draws other noise for `old` and for the loss, so no "
-            "ratio would be 1 before the first update, and the engine samples without it. Leave it out."
-        )
-
-
-def _check_seed(args: QaRLConfig) -> None:
-    """
-    Refuse (`ValueError`) a seed for each request: colocated vLLM gets the prompt of a group once for each answer.
-    """
-    seed = (args.generation_kwargs or {}).get("seed")
-    if args.use_vllm and args.vllm_mode == "colocate" and seed is not None:
-        raise ValueError(
-            f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would "
-            "be equal, and nothing would be trained. `seed` decides the draws of a run."
-        )
 
 
 def _check_endings(args: QaRLConfig) -> None:

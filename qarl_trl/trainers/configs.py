@@ -8,7 +8,7 @@ from typing import Literal
 from trl import DistillationConfig, RLOOConfig, SFTConfig
 
 from ..options import LOSS, option
-from .settings import LowBitConfig
+from .settings import LowBitConfig, check_noise, check_seed
 
 
 @dataclass
@@ -30,6 +30,12 @@ class LowBitSFTConfig(LowBitConfig, SFTConfig):
 @dataclass
 class LowBitRLOOConfig(LowBitConfig, RLOOConfig):
     """Configuration of [`LowBitRLOOTrainer`]: the fields of [`~trl.RLOOConfig`] and those of [`LowBitConfig`]."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantized:
+            check_noise(self)
+        check_seed(self)
 
 
 @dataclass

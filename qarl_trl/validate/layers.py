@@ -152,6 +152,26 @@ def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunS
         )
 
 
+def check_dropout(config: PretrainedConfig) -> None:
+    """
+    Refuse a dropout of attention weights: the learner would drop what the engine keeps, another part in each forward.
+
+    TRL's `disable_dropout` does not reach it, because it is a number and no module.
+
+    Args:
+        config: The model's config.
+
+    Raises:
+        ValueError: if it is not 0.
+    """
+    dropout = getattr(config.get_text_config(), "attention_dropout", None)
+    if dropout:
+        raise ValueError(
+            f"attention_dropout must be 0, got {dropout} in the model's config: the engine drops nothing. Set it to 0 "
+            "there, or model_init_kwargs: {attention_dropout: 0.0}."
+        )
+
+
 def check_packing(config: PretrainedConfig, args: RunSettings) -> None:
     """
     Refuse packed rows of supervised fine-tuning where a layer would see the row's other texts.

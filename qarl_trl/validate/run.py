@@ -15,7 +15,7 @@ from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
 from .kv_cache import check_kv_cache
-from .layers import check_attention, check_layers, check_packing
+from .layers import check_attention, check_dropout, check_layers, check_packing
 from .memory import check_host_memory
 from .model import config_of, skeleton
 from .prompts import check_prompts
@@ -60,6 +60,8 @@ def check_run(
             if adapter.modules_to_save:
                 check_tied(skeleton(config, args), adapter)
         check_attention(model, config, args)
+        if args.has_engine:
+            check_dropout(config)
         check_packing(config, args)
     check_kv_cache(model, config, args)
     if _needs_layer_check(config, args):

@@ -43,7 +43,8 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+    # Muon multiplies in bfloat16. On a CPU without it a matrix of 256 x 256 takes eight times as long.
+    return save_model(tmp_path_factory.mktemp("model"), layers=1, width=128)
 
 
 def make_trainer(model, folder, reward=distinct_characters, **changes):
@@ -332,7 +333,7 @@ def fillable_disk():
 
 
 # Less than the master weights, and more than these but less than AdamW's state.
-@pytest.mark.parametrize("limit", [1_000_000, 3_000_000])
+@pytest.mark.parametrize("limit", [300_000, 1_000_000])
 def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(model, tmp_path, limit):
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     trainer = make_trainer(model, tmp_path, **changes)

@@ -356,7 +356,8 @@ def test_a_token_attends_as_in_an_engine_that_decodes():
     query = query[long]
     key = key[long]
     value = value[long]
-    decoded = torch.empty_like(output)
+    # Of the dtype of one request: that of `output` would hide another.
+    decoded = torch.empty_like(query)
     for t in range(2500):
         # One token after the other: a request that has answered all before it.
         decoded[t] = one_request(query[t : t + 1], key[: t + 1], value[: t + 1])[0]

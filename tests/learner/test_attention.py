@@ -232,7 +232,7 @@ def test_a_packed_row_has_the_log_probs_of_its_sequences(tiny_model):
 def test_gradients_pass_the_rounding(tiny_model):
     """To the weights of keys, values and everything before; they are those at the rounded keys and values."""
     model = tiny_model()
-    # The first layer's, which all roundings of later layers come before in the backward.
+    # Of the first layer: a backward comes through the roundings of all others before.
     model(IDS, use_cache=False).logits.sum().backward()
     of_stock = model.model.layers[0].self_attn.k_proj.weight.grad.clone()
     model.zero_grad()

@@ -45,7 +45,7 @@ for name, group_size in {cases}:
 
             # Control: the scales of the neighbouring rows.
             moved = launch_decode_int4(weight.quantized, scale.roll(1, 0), zero_point, dtype)
-            assert not torch.equal(moved, plain)  # control
+            assert not torch.equal(moved, plain)
 print("compared")
 """
 

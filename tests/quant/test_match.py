@@ -70,7 +70,7 @@ def test_a_layer_that_cannot_be_quantized_is_an_error_and_changes_nothing(tiny_m
 
 @pytest.mark.parametrize(
     ("sizes", "scheme", "group_size"),
-    [((8, 256), "W4A16", 128), ((8, 100), "W4A16", -1), ((128, 256), "FP8_BLOCK", None)],
+    [((8, 256), "W4A16", 128), ((8, 104), "W4A16", -1), ((128, 256), "FP8_BLOCK", None)],
 )
 def test_a_layer_that_groups_or_blocks_divide_is_quantized(sizes, scheme, group_size):
     out_features, in_features = sizes

@@ -133,7 +133,7 @@ def _sample(llm: Any, model: Any, prompt: list[int], temperature: float) -> dict
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    # V1, which all other tests run here, is the oracle.
+    # V1 is the oracle: all other tests of the learner beside an engine run it.
     return {version: _run_in_new_process(version, tmp_path_factory.mktemp(version)) for version in ("V1", "V2")}
 
 

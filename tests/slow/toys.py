@@ -36,13 +36,19 @@ def make_tokenizer(characters: str = CHARACTERS) -> Any:
 
 
 def save_model(
-    folder: Path, layers: int = 2, seed: int = 0, experts: int = 0, family: str = "Qwen3", norms: bool = False
+    folder: Path,
+    layers: int = 2,
+    seed: int = 0,
+    experts: int = 0,
+    family: str = "Qwen3",
+    norms: bool = False,
+    width: int = 256,
 ) -> str:
     """
     A Qwen3 model with weights so large that its next-token distribution is not uniform.
 
     With `experts` it is a Qwen3-MoE. `family="Qwen2"` has biases in q, k and v and tied embeddings here. `norms` makes
-    the weights of its norms random: a factor of 1 hides where it is rounded.
+    the weights of its norms random: a factor of 1 hides where it is rounded. `width` is a multiple of 128.
     """
     import transformers
 
@@ -57,11 +63,11 @@ def save_model(
     config = config_class(
         **sizes,
         vocab_size=64,
-        hidden_size=256,
-        intermediate_size=512,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
         head_dim=64,
         max_position_embeddings=1024,
         tie_word_embeddings=family == "Qwen2",

@@ -62,6 +62,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> se
 def assert_saved(folder: Path, used: dict[str, Any]) -> None:
     """The low-bit checkpoint of a folder has every tensor of the `LowBitWeight`s that a forward used."""
     saved = stored_tensors(folder)
+    assert used
     for place, weight in used.items():
         layer = place.removesuffix(".weight")
         for local_name, tensor in weight.data.items():

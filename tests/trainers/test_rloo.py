@@ -52,3 +52,16 @@ def test_rewards_are_those_of_trl(dense_model, tmp_path):
     assert rewards.flatten().tolist() == [1, 2, 2, 3]
     trainer.train()
     assert len(losses(trainer)) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"neftune_noise_alpha": 5.0}, {"use_vllm": True, "vllm_mode": "colocate", "generation_kwargs": {"seed": 1}}],
+    ids=["noise", "seed"],
+)
+def test_what_would_part_engine_and_learner_is_refused(tmp_path, changes):
+    """Half of the answers were clipped in the first update; all answers of a group were equal."""
+    (name,) = {"neftune_noise_alpha", "generation_kwargs"} & changes.keys()
+
+    with pytest.raises(ValueError, match=name):
+        LowBitRLOOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **changes)

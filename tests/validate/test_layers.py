@@ -4,7 +4,14 @@ import pytest
 from configs import config
 from conftest import TINY
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen3Config,
+)
 
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
@@ -153,6 +160,20 @@ def test_an_attention_without_the_softcap_of_the_model_is_refused(tmp_path):
     check_run_of(AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager"), tmp_path)
     check_run_of(uncapped, tmp_path)
     check_run_of(model, tmp_path, quant_scheme="none")
+
+
+def test_a_dropout_of_attention_is_refused_where_an_engine_samples(tmp_path):
+    """TRL's `disable_dropout` leaves it: Qwen's and Llama's attention takes a number."""
+    model = toy(tmp_path / "dropout", Qwen3Config, hidden_size=128, attention_dropout=0.1)
+    without = {"model_init_kwargs": {"attention_dropout": 0.0}}
+
+    with pytest.raises(ValueError, match=r"attention_dropout must be 0, got 0\.1"):
+        check_run_of(model, tmp_path, use_vllm=True, disable_dropout=True)
+
+    # Controls: the advice works, as do runs without low bits or without an engine.
+    check_run_of(model, tmp_path, use_vllm=True, **without)
+    check_run_of(model, tmp_path, use_vllm=True, quant_scheme="none")
+    check_run_of(model, tmp_path)
 
 
 def test_the_head_of_a_reward_model_stays_in_high_precision():

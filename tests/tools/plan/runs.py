@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from qarl_trl.tools.plan import model as meta
@@ -68,9 +70,31 @@ def resident(run: Run) -> dict[str, int]:
     return sizes
 
 
-def peak_bytes(function: Callable[[], Any]) -> int:
-    """Most bytes that torch's CPU allocator had out beyond what it had before, by its own account."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+class ZerosForProducts(TorchDispatchMode):
+    """Makes matrix products zeros: no byte depends on values, and a CPU without bfloat16 would compute for minutes."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function in (aten.mm.default, aten.bmm.default):
+            left, right = args
+        elif function is aten.addmm.default:
+            _, left, right = args
+        else:
+            return function(*args, **(kwargs or {}))
+
+        return left.new_zeros(*left.shape[:-1], right.shape[-1])
+
+
+def peak_bytes(function: Callable[[], Any], products: bool = False) -> int:
+    """
+    Most bytes that torch's CPU allocator had out beyond what it had before, by its own account.
+
+    Args:
+        function: What allocates.
+        products: Compute its matrix products. Without them what it allocates must not depend on values.
+    """
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with profiler as profile, nullcontext() if products else ZerosForProducts():
         function()
 
     # The profiler's list is not in the order of time.

@@ -124,6 +124,18 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
     assert two_passes != pytest.approx(estimated_peak(wrong), rel=0.1)
 
 
+def test_products_change_no_peak(monkeypatch):
+    """What is measured here leaves them out, to be quick."""
+    small_tiles(monkeypatch)
+    model = prepared("qwen3", 1, torch.float32, "W4A16")
+    low_bit_store(model).will_be_told()
+    update(model, 64, 1)
+
+    peaks = [peak_bytes(lambda: update(model, 128, 2), products=products) for products in (True, False)]
+
+    assert peaks[0] == peaks[1]
+
+
 # Gradients between passes -------------------------------------------------------------------------------------------
 
 

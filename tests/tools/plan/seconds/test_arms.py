@@ -289,8 +289,8 @@ def test_a_fitted_estimate_of_the_run_itself_is_what_was_measured(tmp_path):
     assert fitted.arms["QaRL W4A16"].seconds.rollout == pytest.approx(40.0)
     assert fitted.arms["QaRL W4A16"].seconds.update == pytest.approx(8 * 24.0)
 
-    # Nobody measured them: they are other kernels, whose estimates are assumed to be wrong by as much.
-    # The other arms get the same factors.
+    # The other arms get the same factors. Nobody measured them: they are other kernels, whose estimates are assumed to
+    # be wrong by as much.
     for name, arm in fitted.arms.items():
         of_factors = plain.arms[name].seconds * fitted.factors
         assert arm.seconds.sum == pytest.approx(of_factors.sum)
