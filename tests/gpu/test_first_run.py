@@ -76,14 +76,20 @@ first_run.__file__ = {str(endless)!r}
 sys.argv = ["first_run.py", "--dry", "--only", "quantizer;gemms", "--out", {str(page)!r}]
 sys.exit(first_run.main())
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    # Under nohup, which CI may use, a child would inherit that SIGHUP is ignored.
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
     log = page.with_suffix(".log")
     while not (log.exists() and "stage begins" in log.read_text()):
         assert process.poll() is None
         time.sleep(0.1)
 
     process.send_signal(number)
-    process.communicate()
+    process.communicate(timeout=120)
 
     assert process.returncode == 1
     text = page.read_text()
