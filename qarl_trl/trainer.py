@@ -114,8 +114,9 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if not isinstance(args, QaRLConfig):
             raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
 
-        # Before the model gets them.
-        self._tag_names = ["trl", TBPO if args.loss_type == TBPO else "grpo", "qarl"]
+        # Before the model gets them. A subclass may have its own.
+        if args.loss_type == TBPO and type(self)._tag_names is QaRLTrainer._tag_names:
+            self._tag_names = ["trl", TBPO, "qarl"]
         super().__init__(
             model=model,
             reward_funcs=reward_funcs,

@@ -8,6 +8,7 @@ import torch
 from learner.test_features import Gradients, rollout
 from slow.toys import distinct_characters, logged, prompts
 from toy_runs import OFF, adapter, changed, make, master_weights, stock_config, train, without_engine
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -81,6 +82,36 @@ def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
     assert logged(one, "reward") == pytest.approx(logged(both, "reward"))
     # Control: the second one counts.
     assert train(make(dense_model, tmp_path / "c")) != both_losses
+
+
+def test_a_reward_model_scores_in_high_precision(dense_model, tmp_path):
+    """Its layers and its head are of no engine's concern: only the policy is quantized."""
+    config = AutoConfig.from_pretrained(dense_model, num_labels=1, pad_token_id=0)
+    reward_model = AutoModelForSequenceClassification.from_config(config)
+    reward_model.save_pretrained(tmp_path / "reward")
+    AutoTokenizer.from_pretrained(dense_model).save_pretrained(tmp_path / "reward")
+
+    args = QaRLConfig(**without_engine(tmp_path / "run"))
+    trainer = QaRLTrainer(dense_model, str(tmp_path / "reward"), args, train_dataset=prompts())
+    train(trainer)
+
+    assert any(quantized_modules(trainer.model))
+    assert not any(quantized_modules(trainer.reward_funcs[0]))
+    # It tells completions apart.
+    assert any(logged(trainer, "reward_std"))
+
+
+def test_the_tags_are_those_of_the_loss_or_of_a_subclass(dense_model, tmp_path):
+    class Tagged(QaRLTrainer):
+        _tag_names = ["trl", "mine"]
+
+    def tags_of(trainer_class, loss_type):
+        args = QaRLConfig(**without_engine(tmp_path / loss_type, loss_type=loss_type))
+        return trainer_class(dense_model, distinct_characters, args, train_dataset=prompts()).model.model_tags
+
+    assert set(tags_of(QaRLTrainer, "tbpo")) == {"trl", "tbpo", "qarl"}
+    assert set(tags_of(QaRLTrainer, "grpo")) == {"trl", "grpo", "qarl"}
+    assert set(tags_of(Tagged, "tbpo")) == {"trl", "mine"}
 
 
 # With the scheme off: TRL's trainer ---------------------------------------------------------------------------------

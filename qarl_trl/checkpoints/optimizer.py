@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..quant.names import plain_name
+
 
 def trained_fact(optimizer: Any, model: nn.Module) -> str:
     """
@@ -20,7 +22,8 @@ def trained_fact(optimizer: Any, model: nn.Module) -> str:
         optimizer: An optimizer, also one that accelerate wraps.
         model: The model. A parameter that it does not have, as ZeRO's flat ones, has no name.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # A resumed run may have another setting of activation checkpointing.
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     trained = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     content = hashlib.sha256(repr(trained).encode()).hexdigest()[:16]
     return f"{sum(map(len, trained))} parameters, {content}"

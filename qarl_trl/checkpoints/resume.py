@@ -178,6 +178,9 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
         # The name may differ, because a model's folder may move. The digest of its weights is compared instead.
         if name in ("model", SETTINGS):
             continue
+        # Earlier versions left this choice out of the adapter, also where there was one.
+        if name == "adapter" and TRAINED not in stored:
+            value = [_without_choice_of_layers(facts) for facts in value]
         if stored.get(name, value) != value:
             raise ValueError(
                 f"{checkpoint} is a checkpoint of another run: "
@@ -354,3 +357,8 @@ def _facts_of_adapter(config: Any) -> dict[str, Any]:
         if name in _ADAPTER or value not in (None, []):
             facts[name] = value
     return facts
+
+
+def _without_choice_of_layers(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of an adapter, as earlier versions wrote them."""
+    return {name: value for name, value in facts.items() if name in _ADAPTER}

@@ -55,8 +55,8 @@ class LowBitStore:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._kept = KeptWeights()
-        # Of each layer some numbers of the master weights that nobody trains. Weak, as in `KeptWeights`.
-        self._samples: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+        # Some numbers of all master weights that nobody trains, by device and dtype; `None` before the first look.
+        self._samples: dict[Any, Tensor] | None = None
         self._changes = 0
         self._is_told = False
         self._sharded = False
@@ -121,7 +121,7 @@ class LowBitStore:
 
     def look_at_untrained(self) -> None:
         """
-        Forget low-bit weights whose master weights nobody trains, if these changed since the last call.
+        Forget all low-bit weights if master weights that nobody trains changed since the last call.
 
         A write through `param.data` leaves no trace, so a sample of each weight is compared. It sees what changes a
         weight as a whole, such as a merged adapter. Shards are not looked at.
@@ -129,21 +129,25 @@ class LowBitStore:
         if self._sharded:
             return
 
+        before = self._samples
+        self._samples = self._sample_untrained()
+        if before is not None and not _are_equal(before, self._samples):
+            self.forget()
+
+    def _sample_untrained(self) -> dict[Any, Tensor]:
+        """Some numbers of all master weights that need no gradient, by device and dtype."""
+        samples: dict[Any, list[Tensor]] = {}
         for _, layer in self.layers():
+            if layer.frozen_weight is not None:
+                continue
             # With those of an adapter in it.
             module: Any = layer
-            untrained = [param for param in module.parameters() if not param.requires_grad]
-            if layer.frozen_weight is not None or not untrained:
-                continue
+            for parameter in module.parameters():
+                if not parameter.requires_grad:
+                    samples.setdefault((parameter.device, parameter.dtype), []).append(_sample(parameter))
 
-            sample = torch.cat([_sample(param) for param in untrained])
-            before = self._samples.get(layer)
-            self._samples[layer] = sample
-            if before is None or torch.equal(before, sample):
-                continue
-            # A layer that shares its global scale changes with it.
-            for owner in (layer, *layer.merged_with):
-                self._kept.drop(owner, list(self._kept.of_layer(owner)))
+        # Not layer by layer: this runs in each step, and each comparison would wait for the GPU.
+        return {kind: torch.cat(of_kind) for kind, of_kind in samples.items()}
 
     def forget(self) -> None:
         """
@@ -325,9 +329,16 @@ def iter_low_bit_weights(
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About `SAMPLED` numbers of a weight, at equal distances, float32."""
+    """About `SAMPLED` numbers of a weight, at equal distances: a view."""
     values = weight.detach().flatten()
-    return values[:: max(1, len(values) // SAMPLED)].float()
+    return values[:: max(1, len(values) // SAMPLED)]
+
+
+def _are_equal(before: dict[Any, Tensor], now: dict[Any, Tensor]) -> bool:
+    """Whether two samples have the same numbers, of the same devices and dtypes."""
+    if before.keys() != now.keys():
+        return False
+    return all(torch.equal(sample, now[kind]) for kind, sample in before.items())
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from .._compat.rollout_batch import is_text, shuffled_in
@@ -16,6 +17,9 @@ from ..learner.groups import MicroBatchGroups, scored_arguments
 from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
 from .loss_forward import LossForward
+
+
+logger = get_logger(__name__)
 
 
 class PackedMixin:
@@ -52,8 +56,17 @@ class PackedMixin:
             unwrap=partial(self.accelerator.unwrap_model, keep_torch_compile=False),
         )
         # The balancing loss of a pass is no mean over its micro-batches, and DeepSpeed counts backwards.
-        if not (self.aux_loss_enabled or self.is_deepspeed_enabled or _looks_at_micro_batches(type(self))):
+        if self.aux_loss_enabled or self.is_deepspeed_enabled:
+            return
+
+        if not _looks_at_micro_batches(type(self)):
             self._groups = MicroBatchGroups(self._passes.merge)
+        elif self.args.gradient_accumulation_steps > 1:
+            logger.warning(
+                "%s has a compute_loss or a training_step of its own, so each micro-batch runs in a pass of its own. "
+                "That is slower. An override of _compute_loss lets them share passes.",
+                type(self).__name__,
+            )
 
     # Log-probs -------------------------------------------------------------------------------------------------------
 

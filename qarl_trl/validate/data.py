@@ -22,7 +22,7 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
         ValueError: with the columns, or with the numbers that make the size of a rollout batch, and for an evaluation
             without rows.
     """
-    _check_evaluations(trainer_arguments.get("eval_dataset"))
+    _check_evaluations(trainer_arguments.get("eval_dataset"), args)
     data = trainer_arguments.get("train_dataset")
     # A streamed data set has no length before it ends.
     if not isinstance(data, Dataset):
@@ -38,8 +38,12 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
         )
 
 
-def _check_evaluations(data: Any) -> None:
+def _check_evaluations(data: Any, args: RunSettings) -> None:
     """Refuse (`ValueError`) evaluation sets without rows: TRL fails at them without a word, after the model loaded."""
+    # Trainers that sample look at the rows only when they evaluate. The others prepare them at once.
+    if prompts_per_rollout(args) is not None and args.eval_strategy == "no":
+        return
+
     # A `DatasetDict` is a dict, too.
     several = data if isinstance(data, dict) else {"": data}
     for name, rows in several.items():

@@ -15,10 +15,13 @@ from configs import config
 from peft import LoraConfig
 from slow.toys import forge
 from test_train import base, problems  # noqa: F401
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from trl import SFTConfig
 
 from qarl_trl import cli
 from qarl_trl.checkpoints.folder import INCOMING
+from qarl_trl.checkpoints.optimizer import trained_fact
 from qarl_trl.checkpoints.resume import check_start, identity_of, resume_path
 from qarl_trl.train import parse
 from qarl_trl.trainers import LowBitConfig
@@ -131,7 +134,7 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
         settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]} | changes
         return identity_of("a", args, None, {"peft_config": LoraConfig(**settings)})
 
-    write(tmp_path, 1, **identity())
+    write(tmp_path, 1, **identity(), trained="2 parameters")
     # Control: the same set of names.
     assert resume_path("true", args, identity(target_modules=["up_proj", "q_proj"]))
 
@@ -150,6 +153,35 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
     without_adapter = identity_of("a", args, None, {})
     with pytest.raises(ValueError, match="another run: adapter was"):
         resume_path("true", args, without_adapter)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_with_a_choice_of_layers(tmp_path, args):
+    """Its manifest has neither the choice nor what was trained."""
+    adapter = {"r": 4, "target_modules": ["q_proj"]}
+    choice = {"layers_to_transform": [0], "modules_to_save": ["norm"], "exclude_modules": ["up_proj"]}
+    earlier = identity_of("a", args, None, {"peft_config": LoraConfig(**adapter)})
+    write(tmp_path, 1, **earlier)
+
+    assert resume_path("true", args, identity_of("a", args, None, {"peft_config": LoraConfig(**adapter, **choice)}))
+
+    # Control: what it has is compared.
+    other = identity_of("a", args, None, {"peft_config": LoraConfig(**adapter | {"r": 8}, **choice)})
+    with pytest.raises(ValueError, match="another run: adapter was"):
+        resume_path("true", args, other)
+
+
+def test_what_is_trained_does_not_depend_on_activation_checkpointing():
+    """FSDP2 wraps each layer for it. A resumed run may turn it on or off."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert "0._checkpoint_wrapped_module.weight" in dict(wrapped.named_parameters())  # the premise
+
+    def fact(model, parameters):
+        return trained_fact(torch.optim.SGD(parameters, lr=0.1), model)
+
+    assert fact(model, model.parameters()) == fact(wrapped, wrapped.parameters())
+    # Control: another order is another state.
+    assert fact(model, model.parameters()) != fact(model, reversed(list(model.parameters())))
 
 
 def reward_of_one(completions, **_):

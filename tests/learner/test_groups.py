@@ -139,7 +139,7 @@ def test_a_loss_of_the_whole_group_would_be_noticed(model, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["compute_loss", "training_step"])
-def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tmp_path, method):
+def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tmp_path, method, caplog):
     """It may weigh it by what is in the micro-batch: zeros and a sum would be weighed by the last one."""
     seen = []
 
@@ -158,12 +158,21 @@ def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tm
 
     assert len(seen) == 4
     assert trainer._groups is None
+    slower = "Looks has a compute_loss or a training_step of its own, so each micro-batch runs in a pass of its own"
+    assert slower in caplog.text
     if method == "compute_loss":
         # The zero of a shared pass has none.
         assert all(loss.grad_fn is not None for loss in seen)
 
-    # Control: without such a method they share passes.
+    # Control: without such a method they share passes, also with another loss of each micro-batch.
+    class Weighs(QaRLTrainer):
+        def _compute_loss(self, *args):
+            return 2 * super()._compute_loss(*args)
+
+    caplog.clear()
     assert QaRLTrainer(model, distinct_characters, args, train_dataset=prompts())._groups is not None
+    assert Weighs(model, distinct_characters, args, train_dataset=prompts())._groups is not None
+    assert "slower" not in caplog.text
 
 
 def test_a_balancing_loss_keeps_micro_batches_apart(tmp_path):

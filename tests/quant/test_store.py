@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from conftest import make_model as make_causal_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight
 from qarl_trl.quant.layers.lora import merged_weight
@@ -35,6 +36,19 @@ def told_store(model):
 def is_low_bit_form_of(low_bit, weight):
     """Whether `low_bit` was made from the master weight as it is now."""
     return same_tensors(low_bit.tensors, quantize_weight(weight, low_bit.scheme).tensors)
+
+
+class Kernels(TorchDispatchMode):
+    """Records the names of operations that are no views: on a GPU each is a kernel, or waits for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class AliasWriter(torch.optim.Optimizer):
@@ -170,6 +184,20 @@ def test_an_untrained_weight_that_is_written_through_its_data_is_made_again():
     assert layer.low_bit() is first  # control: the write leaves no trace
     store.look_at_untrained()
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
+
+
+def test_untrained_weights_are_compared_all_at_once():
+    """On a GPU each comparison, and each copy, would wait for the device in every step."""
+    model = nn.Sequential(*[nn.Linear(IN, OUT) for _ in range(8)])
+    model.requires_grad_(False)
+    apply_quantization(model, "W4A16")
+    model[7].weight.requires_grad_(True)
+    store = told_store(model)
+    store.look_at_untrained()
+
+    with Kernels() as kernels:
+        store.look_at_untrained()
+    assert kernels.names == ["cat", "equal"]
 
 
 def test_a_reference_model_follows_an_adapter_that_is_merged_into_its_base():

@@ -4,7 +4,7 @@ import pytest
 from configs import config
 from datasets import Dataset
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import LowBitSFTConfig, QaRLTrainer
 from qarl_trl.validate import check_data
 
 
@@ -24,7 +24,7 @@ def test_fewer_prompts_than_a_rollout_batch_are_refused_with_the_arithmetic_befo
 
 
 def test_an_evaluation_without_rows_is_refused(tmp_path):
-    args = config(tmp_path)
+    args = config(tmp_path, eval_strategy="epoch")
     rows = Dataset.from_dict({"prompt": ["a"] * 64})
     none = rows.select([])
 
@@ -34,3 +34,13 @@ def test_an_evaluation_without_rows_is_refused(tmp_path):
         check_data({"train_dataset": rows, "eval_dataset": {"easy": rows, "hard": none}}, args)
 
     check_data({"train_dataset": rows, "eval_dataset": {"easy": rows}}, args)  # control
+
+
+def test_an_evaluation_without_rows_that_nothing_reads_is_none(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["a"] * 64, "text": ["a"] * 64})
+    given = {"train_dataset": rows, "eval_dataset": rows.select([])}
+    check_data(given, config(tmp_path, eval_strategy="no"))
+
+    # Control: TRL's SFT prepares the rows at once, and fails at none.
+    with pytest.raises(ValueError, match="eval_dataset must have rows"):
+        check_data(given, LowBitSFTConfig(str(tmp_path), bf16=False, use_cpu=True, eval_strategy="no"))

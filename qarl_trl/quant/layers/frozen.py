@@ -159,9 +159,14 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     The tensors of the active adapter, as the engine gets them ([`synced`]), by their names in peft's files.
 
     Raises:
-        RuntimeError: if the adapter is disabled.
+        RuntimeError: if the adapter is disabled, or a layer got one after [`align_adapters`].
     """
     for name, layer in model.named_modules():
+        if isinstance(layer, lora.Linear) and not isinstance(layer, AdaptedLinear):
+            raise RuntimeError(
+                f"{name!r} got an adapter after the trainer was made, which no weight sync would have. Give the "
+                "trainer peft_config, or a PeftModel with this adapter."
+            )
         if not isinstance(layer, AdaptedLinear):
             continue
         if not layer.adapter:

@@ -335,6 +335,15 @@ def test_a_disabled_adapter_is_not_sent(checkpoint):
         list(adapter_tensors(model))
 
 
+def test_a_layer_that_gets_an_adapter_later_is_not_left_out(checkpoint):
+    """The forward would add it, and the engine would not have it."""
+    model = frozen_model(checkpoint())
+    model.add_adapter("late", LoraConfig(target_modules=["k_proj"]))
+
+    with pytest.raises(RuntimeError, match="k_proj' got an adapter after the trainer was made"):
+        list(adapter_tensors(model))
+
+
 # What is refused ----------------------------------------------------------------------------------------------------
 
 
