@@ -67,8 +67,9 @@ def parse(
 
 def _what_is_missing(argv: Sequence[str], method: Method) -> str:
     """What to say of a command line and a recipe without a model."""
-    if any(word.partition("=")[0] == "--config" for word in argv):
-        return "model_name_or_path is missing in the recipe: give a Hub id or a model folder."
+    options = {word.partition("=")[0] for word in argv}
+    if options & {"--config", "--model_name_or_path"}:
+        return "model_name_or_path is missing: give a Hub id or a model folder."
 
     example = f"qarl-trl {method.command} --config recipe.yaml"
     return f"missing --config, or a model and data without one. For example: {example} (--help: all keys)"
