@@ -41,8 +41,7 @@ DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.ya
         (["--help"], set(), "train from a recipe", 1),
         # The help of the others is text: they import what they need when they run.
         *(([name, "--help"], set(), "usage: qarl-trl", 1) for name in cli.COMMANDS if name not in TRAIN),
-        # `sft` and `rloo` go the same way.
-        (["distill", "--help"], {"torch", "transformers", "trl"}, "--quant_scheme", 20),
+        # `sft`, `rloo` and `distill` go the same way with other configs, which load no more (`test_architecture`).
         (["train", "--help"], {"torch", "transformers", "trl"}, "--tbpo_epsilon_high", 20),
         (["schemes"], {"torch", "transformers"}, "W4A16", 20),
         # A dry run is for machines without the GPU of the run, where vLLM may not even be installed.
