@@ -24,8 +24,9 @@ MARKS = {"good": "✓", "look": "▲", "bad": "✗", "unknown": "?"}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """
-    Write one HTML page about one or more runs: a verdict and plots. A RUN is the output_dir of a QaRLTrainer or of
-    TRL's GRPOTrainer, with a trainer_state.json (at the top or in a checkpoint-*).
+    Write one HTML page about one or more runs: a verdict and plots. A RUN is the output_dir of any trainer with a
+    trainer_state.json (at the top or in a checkpoint-*). Most is judged of trainers that sample, such as QaRLTrainer
+    and TRL's GRPOTrainer; of SFT hardly anything can be.
     """
     # The docstring is also the text of --help.
     parser = CommandParser(prog="qarl-trl report", description=main.__doc__, example="qarl-trl report runs/sums")

@@ -11,8 +11,8 @@ import numpy as np
 from .runs import LoggedRun
 
 
-# Rollout batches needed to judge a trend.
-FEWEST = 8
+# Rollout batches needed to judge a trend: a quarter of them, rounded up, has the three that a standard error needs.
+FEWEST = 9
 # Noise floors; the sync check warns of more.
 NEAR_FLOOR = 3.0
 # Nats per token, engine to learner: a limit that other projects use.
@@ -161,7 +161,9 @@ def headline(judgements: Sequence[Judgement]) -> str:
         return "something is wrong"
     if "look" in levels:
         return "look at this"
-    return "healthy"
+    if "good" in levels:
+        return "healthy"
+    return "cannot be judged"
 
 
 def quarters(run: LoggedRun, name: str) -> list[float]:
@@ -203,30 +205,47 @@ def _judge_numbers(run: LoggedRun) -> Iterator[Judgement]:
 
 
 def _judge_reward(run: LoggedRun) -> Iterator[Judgement]:
-    """At most one judgement: whether the reward rises."""
-    means = quarters(run, "reward")
-    start = means[0]
-    end = means[-1]
-    if math.isnan(end):
+    """At most one judgement: whether the reward rises or falls by more than noise."""
+    rewards = run.values("reward")
+    if len(rewards) == 0:
         return
 
-    rewards = run.values("reward")
     if len(rewards) < FEWEST:
-        text = f"reward {end:.3g}: {len(rewards)} rollout batches are too few for a trend"
+        text = f"reward {rewards.mean():.3g}: {len(rewards)} rollout batches are too few for a trend ({FEWEST})"
         yield Judgement("unknown", text)
         return
 
-    # Rewards have any unit, so a rise or fall is measured by how far they went.
-    spread = np.ptp(rewards)
+    # Rewards have any unit, so a fall from the best quarter, which may lie anywhere, is measured by how far they went.
+    means = quarters(run, "reward")
     best = max(means)
-    text = f"reward {start:.3g} in the first quarter of the run, {end:.3g} in the last"
-    if best - end > 0.4 * spread:
+    if best - means[-1] > 0.4 * np.ptp(rewards):
+        text = _first_and_last(means[0], means[-1])
         advice = "Stop it, and look at the mismatch before the fall."
         yield Judgement("bad", f"{text}, {best:.3g} at its best: it fell", advice, COLLAPSED)
-    elif end - start > 0.1 * spread:
+        return
+
+    # Rounded up, so that each has the three that a standard error needs.
+    length = math.ceil(len(rewards) / 4)
+    first = rewards[:length]
+    last = rewards[-length:]
+    text = _first_and_last(first.mean(), last.mean())
+    if _clearly_above(last, first):
         yield Judgement("good", f"{text}: it rises")
+    elif _clearly_above(first, last):
+        yield Judgement("look", f"{text}: it falls", "Look at the mismatch, or lower learning_rate.", COLLAPSED)
     else:
-        yield Judgement("unknown", f"{text}: no clear trend", "Train on, or look at the rewards.", NOTHING)
+        yield Judgement("unknown", f"{text}: no clear change", "Train on, or look at the rewards.", NOTHING)
+
+
+def _first_and_last(first: float, last: float) -> str:
+    """The mean rewards of two quarters, in words."""
+    return f"reward {first:.3g} in the first quarter of the run, {last:.3g} in the last"
+
+
+def _clearly_above(high: np.ndarray, low: np.ndarray) -> bool:
+    """Whether a mean is above another by more than twice the standard error of their difference."""
+    variance = high.var(ddof=1) / len(high) + low.var(ddof=1) / len(low)
+    return bool(high.mean() - low.mean() > 2 * math.sqrt(variance))
 
 
 def _judge_mismatch(run: LoggedRun) -> Judgement:
@@ -237,6 +256,8 @@ def _judge_mismatch(run: LoggedRun) -> Judgement:
     kl = quarters(run, "mismatch/kl_k3")[-1]
     floor = quarters(run, "sync/verify_noise_floor")[0]
     if math.isnan(end):
+        if not _samples(run):
+            return Judgement("unknown", "the run logged no reward and no completions: nothing was sampled to judge")
         advice = "It needs a vLLM engine: use_vllm=True."
         return Judgement("unknown", "no log-prob mismatch was logged", advice, MISMATCH)
 
@@ -261,6 +282,14 @@ def _judge_mismatch(run: LoggedRun) -> Judgement:
     if kl <= LARGEST_KL:
         return Judgement("good", f"{text}: a KL of {kl:.2g}, below {LARGEST_KL}")
     return Judgement("unknown", f"{text}; no noise floor was logged", "verify_sync measures it.", MISMATCH)
+
+
+def _samples(run: LoggedRun) -> bool:
+    """Whether the log is one of a trainer that samples: its lines have a reward, or figures about completions."""
+    names: set[str] = set()
+    for row in run.log:
+        names.update(row)
+    return any(name == "reward" or name.startswith("completions/") for name in names)
 
 
 def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:

@@ -21,7 +21,7 @@ DRAWN = drawn_metrics()
 OF_A_ROLLOUT = ("reward", "mismatch/", "sync/", "quant/", "completions/")
 
 
-def log(batches=8, updates=4, **changes):
+def log(batches=9, updates=4, **changes):
     """A log as a healthy run writes it, a line an update; every drawn metric has values of its own, and varies."""
     return [log_line(step, updates, changes) for step in range(1, batches * updates + 1)]
 

@@ -77,7 +77,7 @@ def test_a_run_that_ended_in_nan_is_wrong(name):
 
     (judgement,) = judgements_of_level(rows, "bad")
 
-    assert f"{name} is nan at step 32" in judgement.text
+    assert f"{name} is nan at step 36" in judgement.text
 
     # Control: one line of it, of a run that goes on, is none.
     rows[-1][name] = 1.0
@@ -118,6 +118,48 @@ def test_a_short_run_has_no_trend():
     assert not judgements_of_level(seven_batches, "bad")
 
 
+def log_with_rewards(*rewards):
+    """A log of one update a batch with such rewards."""
+    rows = log(batches=len(rewards), updates=1)
+    for row, reward in zip(rows, rewards, strict=True):
+        row["reward"] = reward
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rewards", "level", "words"),
+    [
+        # About 4 against 7 right answers of 64 a batch, of a newcomer's run: noise.
+        ([0.0, 0.03, 0.016, 0.0, 0.016, 0.03, 0.0, 0.03, 0.05, 0.0, 0.016, 0.04], "unknown", "no clear change"),
+        # Controls: the same ends with less noise in each.
+        ([0.0, 0.01, 0.0, 0.03, 0.02, 0.03, 0.02, 0.03, 0.02, 0.05, 0.06, 0.05], "good", "it rises"),
+        ([0.5, 0.51, 0.5, 0.1, 0.9, 0.5, 0.4, 0.5, 0.4, 0.4, 0.41, 0.4], "look", "it falls"),
+        # The fewest, and one fewer: a quarter of two has no standard error to speak of.
+        ([0.0, 0.1, 0.0, 0.3, 0.4, 0.5, 0.9, 1.0, 0.9], "good", "it rises"),
+        ([0.0, 0.1, 0.3, 0.3, 0.4, 0.5, 0.9, 1.0], "unknown", "8 rollout batches are too few for a trend"),
+    ],
+)
+def test_a_reward_rises_or_falls_by_more_than_noise(rewards, level, words):
+    judgement = judge_log(log_with_rewards(*rewards))[0]
+
+    assert judgement.level == level
+    assert words in judgement.text
+
+
+def test_a_run_of_which_nothing_can_be_judged_is_not_healthy():
+    """It was, and a run of SFT was told to sample."""
+    rows = [{"step": step, "loss": 2.0, "entropy": 1.5} for step in range(1, 20)]
+
+    (judgement,) = judge_log(rows)
+
+    assert headline([judgement]) == "cannot be judged"
+    assert judgement.level == "unknown"
+    assert not judgement.advice
+    # Control: a trainer that samples.
+    rows[0]["completions/mean_length"] = 9.0
+    assert "use_vllm" in judge_log(rows)[0].advice
+
+
 def test_without_a_log_of_it_nothing_is_claimed():
     judgements = judge_log([{"step": 1, "reward": 0.5}])
 
@@ -138,7 +180,7 @@ def log_of_trl():
 def test_a_run_of_plain_trl_has_its_mismatch():
     run = LoggedRun("a", log_of_trl())
 
-    assert run.values("mismatch/logp_diff_mean") == pytest.approx([0.2] * 8, rel=1e-4)
+    assert run.values("mismatch/logp_diff_mean") == pytest.approx([0.2] * 9, rel=1e-4)
     assert "mismatch 0.2 nats" in texts_of(judge(run))
 
 
