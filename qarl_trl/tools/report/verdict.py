@@ -33,6 +33,8 @@ RATIOS = "metrics.md#ratios"
 TRL_NAMES = "metrics.md#trls-names-to-watch"
 ERROR_TOKENS = "metrics.md#error-tokens"
 
+EQUAL_REWARDS = "frac_reward_zero_std"
+OTHER_PROBLEMS = "Use other problems."
 LOWER_RATE = "Lower learning_rate, or use fewer updates per rollout batch (steps_per_generation)."
 
 
@@ -60,11 +62,11 @@ class Limit:
 
 LIMITS = (
     Limit(
-        "frac_reward_zero_std",
+        EQUAL_REWARDS,
         look=0.8,
         bad=NEVER,
         text="{:.0%} of the prompts have equal rewards",
-        advice="Use other problems.",
+        advice=OTHER_PROBLEMS,
         page=NOTHING,
     ),
     Limit(
@@ -211,7 +213,9 @@ def _judge_reward(run: LoggedRun) -> Iterator[Judgement]:
         return
 
     if len(rewards) < FEWEST:
-        text = f"reward {rewards.mean():.3g}: {len(rewards)} rollout batches are too few for a trend ({FEWEST})"
+        text = (
+            f"reward {rewards.mean():.3g}: {len(rewards)} rollout batches are too few for a trend: it takes {FEWEST}"
+        )
         yield Judgement("unknown", text)
         return
 
@@ -311,11 +315,40 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
         if limit.metric == "quant/flip_frac" and share < FEWEST_FLIPS:
             continue
         text = limit.text.format(share)
+        advice = limit.advice
+        if limit.metric == EQUAL_REWARDS:
+            advice = _which_problems(run)
         if share > limit.bad:
-            yield Judgement("bad", text, limit.advice, limit.page)
+            yield Judgement("bad", text, advice, limit.page)
         elif share > limit.look:
-            yield Judgement("look", text, limit.advice, limit.page)
+            yield Judgement("look", text, advice, limit.page)
         elif share > 0:
             within.append(text)
     if within:
         yield Judgement("good", "; ".join(within))
+
+
+def _which_problems(run: LoggedRun) -> str:
+    """Advice for a run whose prompts have equal rewards: it depends on whether most answers are wrong or right."""
+    rewards = run.values("reward")
+    if len(rewards) == 0:
+        return OTHER_PROBLEMS
+
+    # Where all are equal, the log does not tell.
+    low = rewards.min()
+    high = rewards.max()
+    if low == high:
+        return OTHER_PROBLEMS
+
+    # The log has no bounds of the rewards, only what the batches reached. Between 0 and 1 they are shares of right
+    # answers, of which the best may be as low as 0.05.
+    if low >= 0 and high <= 1:
+        low = 0.0
+        high = 1.0
+    middle = (low + high) / 2
+    end = quarters(run, "reward")[-1]
+    if end < middle:
+        return "Use easier problems: the rewards are low."
+    if end > middle:
+        return "Use harder problems: the rewards are high."
+    return OTHER_PROBLEMS

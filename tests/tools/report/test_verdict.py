@@ -146,6 +146,29 @@ def test_a_reward_rises_or_falls_by_more_than_noise(rewards, level, words):
     assert words in judgement.text
 
 
+@pytest.mark.parametrize(
+    ("rewards", "advice"),
+    [
+        # Low also where the last quarter is above the middle of what was seen.
+        ([0.0, 0.016, 0.016, 0.0, 0.04, 0.016, 0.0, 0.016, 0.03, 0.03, 0.02, 0.03], "Use easier problems"),
+        # Rewards that may be negative.
+        ([-1.0, -0.9, -0.8, -0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9], "Use harder problems"),
+        ([0.9, 0.98, 0.98, 1.0, 0.98, 0.95, 1.0, 0.98, 0.97, 1.0, 0.98, 1.0], "Use harder problems"),
+        # Controls: the log does not tell.
+        ([0.0] * 12, "Use other problems"),
+        ([None] * 12, "Use other problems"),
+    ],
+)
+def test_equal_rewards_ask_for_easier_or_harder_problems(rewards, advice):
+    rows = log_with_rewards(*rewards)
+    for row in rows:
+        row["frac_reward_zero_std"] = 0.83
+
+    (judgement,) = [judgement for judgement in judge_log(rows) if "equal rewards" in judgement.text]
+
+    assert judgement.advice.startswith(advice)
+
+
 def test_a_run_of_which_nothing_can_be_judged_is_not_healthy():
     """It was, and a run of SFT was told to sample."""
     rows = [{"step": step, "loss": 2.0, "entropy": 1.5} for step in range(1, 20)]
