@@ -15,7 +15,9 @@ from lines import additions, write_rows
 from qarl_trl import QaRLConfig, cli
 from qarl_trl._compat import versions
 from qarl_trl.quant.layers.layer import quantized_modules
+from qarl_trl.quant.supported import SUPPORTED
 from qarl_trl.rewards import last_boxed, math_reward
+from qarl_trl.rollout import cpu_support
 from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, measure, rewards
 
 
@@ -278,24 +280,63 @@ def test_a_version_outside_of_its_window_fails(monkeypatch):
     assert "1.15.0" in result.text
 
 
+AVX2 = frozenset(cpu_support.AVX2)
+AVX512 = AVX2 | frozenset(cpu_support.AVX512)
+VNNI = AVX512 | {"avx512_vnni"}
+
+
+def machine_with_cpu(monkeypatch, flags):
+    """A machine without a GPU, whose CPU has some features."""
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
+
+
 @pytest.mark.parametrize(
-    ("flags", "status", "word"),
+    ("flags", "schemes", "word"),
     [
-        ("", WARN, "no AVX-512"),
-        ("avx512f", WARN, "VNNI"),
-        ("avx512_vnni", OK, "cores"),
+        # It warned of 4 bits whatever the recipe was.
+        (AVX2, ["FP8_DYNAMIC"], None),
+        (AVX2, ["W4A8"], None),
+        (AVX2, ["W4A16"], "AVX-512 for W4A16"),
+        (AVX2, ["FP8_DYNAMIC", "W4A16_ASYM"], "AVX-512 for W4A16"),
+        (AVX2, ["W8A8"], "without VNNI W8A8"),
+        (AVX2, list(SUPPORTED), "AVX-512 for W4A16"),
+        (AVX512, ["W4A16"], None),
+        (AVX512, list(SUPPORTED), "without VNNI W8A8"),
+        (VNNI, list(SUPPORTED), None),
+        # Said before, of whatever scheme.
+        (frozenset(), ["W4A16"], None),
     ],
 )
-def test_a_cpu_without_avx512_is_said_to_have_no_4_bit_engine(monkeypatch, flags, status, word):
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags.split()))
-    monkeypatch.setattr(machine, "why_no_engine", lambda flags, _, four_bits: None if flags else "no AVX-512")
+def test_what_a_cpu_lacks_is_said_if_the_schemes_need_it(monkeypatch, flags, schemes, word):
+    machine_with_cpu(monkeypatch, flags)
+
+    results = list(machine.check_cpu_engine(SUPPORTED[name] for name in schemes))
+
+    assert [result.status for result in results] == ([] if word is None else [WARN])
+    assert word is None or word in results[0].text
+
+
+@pytest.mark.parametrize(("flags", "status", "word"), [(frozenset(), WARN, "with AVX2"), (AVX2, OK, "cores")])
+def test_a_cpu_without_an_engine_is_said(monkeypatch, flags, status, word):
+    machine_with_cpu(monkeypatch, flags)
 
     # A warning about the engine follows the line of the CPU, which is the one with the cores.
     *_, last = machine.describe_devices()
 
     assert last.status == status
     assert word in last.text
+
+
+@pytest.mark.parametrize(("scheme", "warns"), [("W4A16", True), ("FP8_DYNAMIC", False)])
+def test_a_recipe_is_warned_of_the_engine_by_its_scheme(recipe, capsys, monkeypatch, scheme, warns):
+    machine_with_cpu(monkeypatch, AVX2)
+
+    _, statuses, printed = run_doctor(capsys, "--config", recipe, "--quant_scheme", scheme)
+
+    assert ("engine on the CPU" in statuses) == warns
+    assert printed.out.count("AVX-512") == int(warns)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")

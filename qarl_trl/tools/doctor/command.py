@@ -89,18 +89,22 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
         The title of a section, and its results. Its checks run as they are read.
     """
     # These load torch, transformers and TRL, which `--help` must not.
-    from .machine import compare_versions, describe_devices
+    from ...quant.supported import SUPPORTED
+    from .machine import check_cpu_engine, compare_versions, describe_devices
 
+    has_recipe = options.config is not None or recipe_argv
+    # Without a recipe any scheme may be meant.
+    schemes = [] if has_recipe else SUPPORTED.values()
     # Before the recipe is read: an error in the recipe must not hide what is wrong with the machine.
-    yield "Machine", chain(compare_versions(), describe_devices())
-    if options.config is None and not recipe_argv:
+    yield "Machine", chain(compare_versions(), describe_devices(), check_cpu_engine(schemes))
+    if not has_recipe:
         return
 
     from ...rewards import load_rewards
     from ...train import load_datasets, model_settings, parse
     from .measure import probe_mismatch
     from .rewards import check_rewards
-    from .settings import check_for_gpu, check_settings, local_folder
+    from .settings import check_for_gpu, check_settings, local_folder, schemes_of
 
     argv = list(recipe_argv)
     if options.config:
@@ -123,7 +127,8 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
         yield f"One {options.gpu}", check_for_gpu(options.gpu, argv, args, dataset, method)
         return
 
-    yield "Settings", check_settings(folder, args, model_args, dataset)
+    cpu_engine = check_cpu_engine(schemes_of(args))
+    yield "Settings", chain(cpu_engine, check_settings(folder, args, model_args, dataset))
 
     number_of_prompts = min(options.probe_prompts, len(dataset))
     yield "Mismatch", probe_mismatch(folder, args, dataset.select(range(number_of_prompts)))

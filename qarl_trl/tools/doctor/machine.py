@@ -8,14 +8,14 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
 from ..._compat.versions import installed_version, requirements, why_untested
-from ...quant.supported import gpu_generation
+from ...quant.supported import SchemeSupport, gpu_generation
 from ...rollout.cpu_support import cpu_flags, why_no_engine
 from ..plan.run import GIB
 from . import FAIL, OK, SKIPPED, WARN, CheckResult
@@ -45,7 +45,8 @@ def compare_versions() -> Iterator[CheckResult]:
 
 def describe_devices() -> Iterator[CheckResult]:
     """
-    Yield one result per GPU and one for the compiler; without GPUs those of the CPU, and whether the engine runs.
+    Yield one result per GPU and one for the compiler; without GPUs one of the CPU, and a warning if the
+    engine does not run on it.
     """
     # Whatever GPU the recipe is for: what follows runs on the devices that are here.
     number_of_gpus = torch.cuda.device_count()
@@ -58,10 +59,39 @@ def describe_devices() -> Iterator[CheckResult]:
     yield CheckResult(SKIPPED, "GPU", "no CUDA device: also a recipe for GPUs is checked as a run on this CPU")
     yield _describe_cpu()
 
-    reason = _why_no_exact_engine()
-    if reason:
-        # Not a failure, because users check recipes for GPUs on laptops. The settings refuse a run that needs it.
-        yield CheckResult(WARN, "engine on the CPU", reason)
+    reason = why_no_engine(cpu_flags(), platform.machine())
+    if reason is not None:
+        yield _warn_of_engine(reason)
+
+
+def check_cpu_engine(schemes: Iterable[SchemeSupport]) -> Iterator[CheckResult]:
+    """
+    Yield at most one warning: what this CPU lacks for the engine to run these schemes, or to run them exactly.
+
+    Args:
+        schemes: Those of the run, or all. [`describe_devices`] says whether the engine runs at all.
+    """
+    flags = cpu_flags()
+    if torch.cuda.device_count() or why_no_engine(flags, platform.machine()) is not None:
+        return
+
+    schemes = list(schemes)
+    # Of the packed schemes the CPU engine has those of 4 bits, with inputs in bfloat16.
+    four_bits = any(scheme.cpu_engine and scheme.format == "pack-quantized" for scheme in schemes)
+    reason = why_no_engine(flags, platform.machine(), four_bits=four_bits)
+    if reason is not None:
+        yield _warn_of_engine(reason)
+        return
+
+    # With VNNI oneDNN sums int8 products in 32 bits, without it in 16.
+    symmetric_int8 = any(scheme.activations == "int8_token" for scheme in schemes)
+    if symmetric_int8 and "avx512_vnni" not in flags:
+        yield _warn_of_engine("without VNNI W8A8 sums saturate in oneDNN (docs/numerics.md); other schemes are exact")
+
+
+def _warn_of_engine(reason: str) -> CheckResult:
+    """Not a failure, because users check recipes for GPUs on laptops. The settings refuse a run that needs it."""
+    return CheckResult(WARN, "engine on the CPU", reason)
 
 
 def _check_gpu(index: int) -> CheckResult:
@@ -107,16 +137,3 @@ def _describe_cpu() -> CheckResult:
     cores = len(os.sched_getaffinity(0))
     available = psutil.virtual_memory().available / GIB
     return CheckResult(OK, "CPU", f"{platform.machine()}, {cores} cores, {available:.0f} GiB available")
-
-
-def _why_no_exact_engine() -> str | None:
-    """Why vLLM's engine does not run on this CPU with every scheme, or not exactly; `None` if it does."""
-    flags = cpu_flags()
-    reason = why_no_engine(flags, platform.machine(), four_bits=True)
-    if reason is not None:
-        return reason
-
-    # With VNNI oneDNN sums int8 products in 32 bits, without it in 16.
-    if "avx512_vnni" not in flags:
-        return "without VNNI W8A8 sums saturate in oneDNN (docs/numerics.md); other schemes are exact"
-    return None

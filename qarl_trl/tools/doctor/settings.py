@@ -13,7 +13,7 @@ from trl import get_peft_config
 
 from ...methods import QARL, Method
 from ...quant.scheme import support_of
-from ...quant.supported import gpu_generation
+from ...quant.supported import SchemeSupport, gpu_generation
 from ...trainers.teacher import loading_of_own_start, teacher_of_own_start
 from ...validate import check_arguments, check_data, check_run
 from ..plan.gpus import GPUS
@@ -41,6 +41,19 @@ def local_folder(name: str, revision: str | None = None) -> str | None:
     # ValueError: the name can be no Hub id, as that of a folder that is not there.
     except (OSError, ValueError):
         return None
+
+
+def schemes_of(args: Any) -> list[SchemeSupport]:
+    """
+    The rows of the support table for the schemes of a run; empty if only the checkpoint has them.
+
+    Args:
+        args: The settings of the run.
+    """
+    plan = args.quant_plan()
+    if plan is None:
+        return []
+    return [support_of(scheme) for scheme in plan.config_groups.values()]
 
 
 def check_settings(folder: str | None, args: Any, model_args: Any, dataset: Dataset) -> Iterator[CheckResult]:
@@ -122,12 +135,7 @@ def check_for_gpu(
 
 def _check_schemes(args: Any, generation: str | None) -> Iterator[CheckResult]:
     """Whether each scheme of a run has kernels on this generation of GPUs."""
-    plan = args.quant_plan()
-    if plan is None:
-        return
-
-    for scheme in plan.config_groups.values():
-        support = support_of(scheme)
+    for support in schemes_of(args):
         status = OK if generation in support.gpus else FAIL
         generations = " or ".join(support.gpus) or "no GPU"
         yield CheckResult(status, "scheme", f"{support.name} runs on {generations}, this is {generation}")
