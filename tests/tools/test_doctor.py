@@ -531,15 +531,15 @@ def test_an_unaligned_cache_is_named_as_the_reason():
 
 
 def thresholds_of_the_docs():
-    """Threshold and advice of each row of the table in docs/which_learner.md."""
+    """Threshold, advice for 4-bit and advice for 8-bit weights of each row of the table in docs/which_learner.md."""
     page = (DOCS / "which_learner.md").read_text()
     table = page.split("<!-- thresholds: begin -->")[1].split("<!-- thresholds: end -->")[0]
 
     shown = []
     # Below the header and the line under it.
     for line in table.strip().splitlines()[2:]:
-        threshold, advice = line.strip("|").split("|")
-        shown.append((threshold.strip(), advice.strip().replace("`", "")))
+        cells = line.replace("`", "").strip("|").split("|")
+        shown.append([cell.strip() for cell in cells])
     return shown
 
 
@@ -547,7 +547,8 @@ def thresholds_of_the_docs():
 def test_the_docs_show_the_thresholds_and_the_advice_that_the_doctor_reads():
     rows = json.loads(RULE.read_text())
 
-    assert [(f"{row['from']:g}", row["advice"]) for row in rows] == thresholds_of_the_docs()
+    said = [[f"{row['from']:g}", row["4-bit weights"], row["8-bit weights"]] for row in rows]
+    assert said == thresholds_of_the_docs()
 
 
 def test_the_thresholds_begin_at_0_and_rise():
@@ -558,14 +559,30 @@ def test_the_thresholds_begin_at_0_and_rise():
 
 
 @pytest.mark.parametrize(("rollout_only", "row"), [(0.0, 0), (0.0029, 0), (0.003, 1), (0.27, 2)])
-def test_the_advice_is_that_of_the_last_threshold_reached(rollout_only, row):
+@pytest.mark.parametrize("four_bits", [True, False])
+def test_the_advice_is_that_of_the_last_threshold_reached(rollout_only, row, four_bits):
     rows = json.loads(RULE.read_text())
 
-    result = judge.advise_on_qarl(rollout_only, quantize_learner=True)
+    result = judge.advise_on_qarl(rollout_only, quantize_learner=True, four_bits=four_bits)
 
     assert result.status == OK
-    assert rows[row]["advice"] in result.text
+    assert rows[row]["4-bit weights" if four_bits else "8-bit weights"] in result.text
     assert "docs/which_learner.md" in result.text
+
+
+@pytest.mark.parametrize(
+    ("scheme", "advises"), [("W4A16", True), ("W4A8", True), ("FP8_DYNAMIC", False), ("W8A8", False)]
+)
+@pytest.mark.parametrize("rollout_only", [0.01, 0.1])
+def test_gptq_is_advice_for_4_bit_weights(of_run, monkeypatch, scheme, advises, rollout_only):
+    folder, args = of_run(quant_scheme=scheme, use_vllm=True, chat_template_kwargs=None)
+    monkeypatch.setattr(measure, "_why_not_measured", lambda *_: None)
+    monkeypatch.setattr(measure, "measure", lambda *_: judge.Mismatch(0.002, rollout_only, 0.0))
+
+    *_, result = measure.probe_mismatch(folder, args, {"prompt": ["p"]})
+
+    assert result.name == "which learner?"
+    assert ("GPTQ" in result.text) == advises
 
 
 @pytest.mark.parametrize(("rollout_only", "status"), [(0.03, OK), (0.05, WARN), (0.93, WARN)])
@@ -575,6 +592,7 @@ def test_a_run_whose_learner_is_far_from_its_engine_is_not_ok(monkeypatch, tmp_p
         quantize_learner=False,
         quantized=True,
         quant_name="W4A16",
+        quant_plan=lambda: None,
         has_low_bit_cache=False,
         trust_remote_code=False,
         model_init_kwargs=None,

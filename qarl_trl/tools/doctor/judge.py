@@ -79,17 +79,19 @@ def judge_mismatch(mismatch: Mismatch, args: QaRLConfig) -> CheckResult:
     )
 
 
-def advise_on_qarl(rollout_only: float, quantize_learner: bool) -> CheckResult:
+def advise_on_qarl(rollout_only: float, quantize_learner: bool, four_bits: bool) -> CheckResult:
     """
     The advice of docs/which_learner.md, from the table that the page shows.
 
     Args:
         rollout_only: The mismatch between a low-bit engine and a bf16 learner, nats per token.
         quantize_learner: Whether the learner of the run is the low-bit one, without that mismatch.
+        four_bits: Whether there are 4-bit weights, which GPTQ rounds better. Others are rounded to nearest.
     """
+    column = "4-bit weights" if four_bits else "8-bit weights"
     rows = _rule()
     # The thresholds rise, so the last row that the mismatch reaches holds.
-    reached = [row["advice"] for row in rows if rollout_only >= row["from"]]
+    reached = [row[column] for row in rows if rollout_only >= row["from"]]
     text = f"at {rollout_only:.2g} nats per token: {reached[-1]} (docs/which_learner.md)"
     status = OK if quantize_learner else status_of(rollout_only)
     return CheckResult(status, "which learner?", text)

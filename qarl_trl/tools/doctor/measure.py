@@ -70,7 +70,7 @@ def probe_mismatch(folder: str | None, args: QaRLConfig, dataset: Dataset) -> It
 
     yield judge_mismatch(mismatch, args)
     if args.quantized or args.has_low_bit_cache:
-        yield advise_on_qarl(mismatch.rollout_only, args.quantize_learner)
+        yield advise_on_qarl(mismatch.rollout_only, args.quantize_learner, _has_four_bits(args))
 
 
 def _why_not_measured(folder: str | None, args: QaRLConfig, dataset: Dataset) -> str | None:
@@ -206,6 +206,13 @@ def _is_weight_only(args: QaRLConfig) -> bool:
     groups = [] if plan is None else plan.config_groups.values()
     activations_in_bf16 = all(support_of(scheme).activations == "none" for scheme in groups)
     return activations_in_bf16 and not args.has_low_bit_cache
+
+
+def _has_four_bits(args: QaRLConfig) -> bool:
+    """Whether some layers have 4-bit weights."""
+    plan = args.quant_plan()
+    groups = [] if plan is None else plan.config_groups.values()
+    return any(scheme.weights is not None and scheme.weights.num_bits == 4 for scheme in groups)
 
 
 # Engines -------------------------------------------------------------------------------------------------------------
