@@ -280,7 +280,7 @@ def test_a_start_beside_checkpoints_is_refused_with_the_two_ways_on(tmp_path, ar
         cut(write(tmp_path, step))
     with pytest.raises(
         ValueError,
-        match=r"checkpoints of another run \(checkpoint-9, checkpoint-10\).*resume_from_checkpoint: auto continues"
+        match=r"checkpoints of an earlier run \(checkpoint-9, checkpoint-10\).*resume_from_checkpoint: auto continues"
         ".*another output_dir, or moving them, starts a new one",
     ):
         check_start(None, args)
