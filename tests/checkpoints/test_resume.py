@@ -292,7 +292,7 @@ def test_a_resume_goes_on_beside_its_own_checkpoints_only(tmp_path, args):
 
     # Not beside those of this folder, which the run would then overwrite.
     elsewhere = write(tmp_path / "other", 1)
-    with pytest.raises(ValueError, match=rf"another run \(checkpoint-1\).*{own} continues"):
+    with pytest.raises(ValueError, match=rf"an earlier run \(checkpoint-1\).*{own} continues"):
         check_start(str(elsewhere), args)
 
 
