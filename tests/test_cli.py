@@ -292,6 +292,26 @@ def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypa
         cli.main(["train"])
 
 
+@pytest.mark.parametrize(("name", "words"), [("train", "goes on from the last one"), ("eval", "interrupted.")])
+def test_an_interrupt_is_one_line_with_what_to_do(monkeypatch, capsys, name, words):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", lambda argv: interrupted)
+
+    with pytest.raises(SystemExit) as end:
+        cli.main([name])
+
+    assert end.value.code == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"qarl-trl {name}: interrupted.")
+    assert words in line
+
+    # Control: the traceback on request.
+    with pytest.raises(KeyboardInterrupt):
+        cli.main([name, "--traceback"])
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapter"])
 def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_path, lora):
     import torch

@@ -248,6 +248,12 @@ class CheckpointMixin(ModelMixin):
         """The Trainer's method, which takes the steps of logs, checkpoints and evaluations from the checkpoint."""
         place = super()._init_training_state(max_steps, *args)
         self.state.compute_steps(self.args, max_steps)
+        if self.state.global_step >= max_steps:
+            logger.warning(
+                "Nothing is left to train: the checkpoint has all %d updates. max_steps or num_train_epochs says how "
+                "many.",
+                max_steps,
+            )
         return place
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -280,7 +280,7 @@ def test_a_start_beside_checkpoints_is_refused_with_the_two_ways_on(tmp_path, ar
         cut(write(tmp_path, step))
     with pytest.raises(
         ValueError,
-        match=r"checkpoints of another run \(checkpoint-9, checkpoint-10\).*resume_from_checkpoint: auto continues"
+        match=r"checkpoints of an earlier run \(checkpoint-9, checkpoint-10\).*resume_from_checkpoint: auto continues"
         ".*another output_dir, or moving them, starts a new one",
     ):
         check_start(None, args)
@@ -292,7 +292,7 @@ def test_a_resume_goes_on_beside_its_own_checkpoints_only(tmp_path, args):
 
     # Not beside those of this folder, which the run would then overwrite.
     elsewhere = write(tmp_path / "other", 1)
-    with pytest.raises(ValueError, match=rf"another run \(checkpoint-1\).*{own} continues"):
+    with pytest.raises(ValueError, match=rf"an earlier run \(checkpoint-1\).*{own} continues"):
         check_start(str(elsewhere), args)
 
 

@@ -120,12 +120,13 @@ def test_without_what_this_package_stores_a_resume_goes_another_way(
     assert not same(master_weights(resumed), master_weights(straight))
 
 
-def test_a_resume_when_all_is_trained_trains_nothing(model, straight, checkpoint_of, tmp_path):
+def test_a_resume_when_all_is_trained_trains_nothing_and_says_so(model, straight, checkpoint_of, tmp_path, caplog):
     # Of `max_steps` 11.
     last = str(checkpoint_of(11))
 
     resumed = make_resumed(model, tmp_path)
     assert resumed.train(resume_from_checkpoint=last).global_step == 11
+    assert "Nothing is left to train: the checkpoint has all 11 updates." in caplog.text
     assert same(master_weights(resumed), master_weights(straight))
 
     # Control: transformers' loop takes a step before it looks.
@@ -266,7 +267,7 @@ def test_a_script_that_forgets_to_resume_destroys_no_checkpoint(model, tmp_path)
     assert finished_names(tmp_path) == ["checkpoint-3", "checkpoint-4"]
 
     again = make_trainer(model, tmp_path, **changes)
-    with pytest.raises(ValueError, match="checkpoints of another run"):
+    with pytest.raises(ValueError, match="checkpoints of an earlier run"):
         again.train()
     assert contents(tmp_path.glob("checkpoint-*/*.safetensors")) == before
 
