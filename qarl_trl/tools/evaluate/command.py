@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     return lambda: evaluate(engine, params, problems, rewards, output, head, options)
 
 
-def _start_engine(folder: str, adapter: str | None, answer: int, settings: dict[str, Any]) -> Any:
+def _start_engine(folder: Path, adapter: Path | None, answer: int, settings: dict[str, Any]) -> Any:
     """Start the engine; refuse (`ValueError`) answers beyond the model's context in words of this command."""
     from .sample import start_engine
 
