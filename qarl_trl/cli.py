@@ -33,6 +33,10 @@ _ABOUT_SCHEMES = (
     "Print the schemes, when to take which, and where vLLM can sample with them; learner and export run on any CPU."
 )
 _OTHERS_SPEAK_AFTER_S = 10
+# The commands whose runs have checkpoints.
+_TRAIN = ("train", "sft", "rloo", "distill")
+# 128 + SIGINT, as a shell says it.
+_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,13 +47,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: The arguments, by default those of the process. `--traceback` asks for the traceback of bad input.
 
     Raises:
-        SystemExit: with code 2 for bad input, after one line on stderr.
+        SystemExit: after one line on stderr, with code 2 for bad input and 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     shows_traceback = "--traceback" in arguments
     if shows_traceback:
         arguments.remove("--traceback")
 
+    try:
+        _run_to_the_end(arguments, shows_traceback)
+    except KeyboardInterrupt:
+        if shows_traceback:
+            raise
+        line = f"qarl-trl {arguments[0]}: interrupted."
+        if arguments[0] in _TRAIN:
+            line += " Finished checkpoints stay, and the same command goes on from the last one. SIGTERM saves first."
+        print(line, file=sys.stderr)
+        raise SystemExit(_INTERRUPTED) from None
+
+
+def _run_to_the_end(arguments: list[str], shows_traceback: bool) -> None:
+    """Run one command; exit with 2 and one line for bad input."""
     try:
         # Most commands get their model on the command line.
         with naming_config(arguments):

@@ -92,7 +92,8 @@ def describe(script_args: DataArguments, args: Any, model_args: ModelConfig) -> 
         f"push: {_describe_push(args)}",
     ]
     if not torch.cuda.is_available():
-        lines.append("device: no CUDA device here, so the settings were checked for a CPU")
+        # What a GPU, the engine or the model refuse comes later.
+        lines.append("device: no CUDA device here, so the settings were read for a CPU; qarl-trl doctor checks more")
 
     for group in (script_args, args, model_args):
         for name, value in sorted(changed_fields(group).items()):

@@ -249,6 +249,8 @@ NOT_LOADED = {
     "qarl_trl.learner.logps": ["trl", "vllm", "peft"],
     "qarl_trl.cpu_exact.ops": ["trl", "vllm", "peft"],
     "qarl_trl.trainers.settings": ["vllm", "qarl_trl.trainers.low_bit", "qarl_trl.rollout"],
+    # What the help of `sft`, `rloo` and `distill` reads.
+    "qarl_trl.trainers.configs": ["vllm", "qarl_trl.trainers.low_bit", "qarl_trl.rollout"],
 }
 PRINT_LOADED = """
 import importlib, sys

@@ -41,8 +41,7 @@ DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.ya
         (["--help"], set(), "train from a recipe", 1),
         # The help of the others is text: they import what they need when they run.
         *(([name, "--help"], set(), "usage: qarl-trl", 1) for name in cli.COMMANDS if name not in TRAIN),
-        # `sft` and `rloo` go the same way.
-        (["distill", "--help"], {"torch", "transformers", "trl"}, "--quant_scheme", 20),
+        # `sft`, `rloo` and `distill` go the same way with other configs, which load no more (`test_architecture`).
         (["train", "--help"], {"torch", "transformers", "trl"}, "--tbpo_epsilon_high", 20),
         (["schemes"], {"torch", "transformers"}, "W4A16", 20),
         # A dry run is for machines without the GPU of the run, where vLLM may not even be installed.
@@ -291,6 +290,26 @@ def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypa
 
     with pytest.raises(ValueError, match="in the middle"):
         cli.main(["train"])
+
+
+@pytest.mark.parametrize(("name", "words"), [("train", "goes on from the last one"), ("eval", "interrupted.")])
+def test_an_interrupt_is_one_line_with_what_to_do(monkeypatch, capsys, name, words):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", lambda argv: interrupted)
+
+    with pytest.raises(SystemExit) as end:
+        cli.main([name])
+
+    assert end.value.code == 130
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"qarl-trl {name}: interrupted.")
+    assert words in line
+
+    # Control: the traceback on request.
+    with pytest.raises(KeyboardInterrupt):
+        cli.main([name, "--traceback"])
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapter"])

@@ -433,7 +433,7 @@ def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsy
 
     printed = capsys.readouterr().out
     assert "model: org/model, scheme W4A16, learner quantized" in printed
-    assert "no CUDA device here, so the settings were checked for a CPU" in printed
+    assert "no CUDA device here, so the settings were read for a CPU" in printed
     assert "rollout batch: 16 prompts x 8 = 128 completions on 1 process(es)" in printed
     assert "update: 16 completions; 8 updates per rollout batch" in printed
     assert "QaRLConfig.steps_per_generation: 32" in printed

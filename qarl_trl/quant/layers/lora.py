@@ -230,6 +230,9 @@ def _in_order(value: Any) -> Any:
 def _advice_on(changed: Sequence[str]) -> str:
     """What to do about these settings of an adapter."""
     advice = []
+    if "target_parameters" in changed:
+        # PEFT sets them itself, from `all-linear`.
+        advice.append("Beside experts name the layers: lora_target_modules: [q_proj, k_proj, v_proj, o_proj].")
     others = [name for name in changed if name != "lora_dropout"]
     if others:
         advice.append(f"Leave {', '.join(others)} out.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -36,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     from ...rewards import load_rewards
     from .checkpoint import check_complete, check_sizes, check_vocabulary, find_checkpoint, precision
     from .grade import reward_names, try_rewards
-    from .sample import start_engine
     from .suites import find_suites
 
     suites = find_suites(options.suite)
@@ -68,9 +68,26 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     settings |= options.engine_kwargs
     # It comes last, since a smaller length would cut completions off. vLLM refuses more than the model's maximum.
     settings["max_model_len"] = _longest_prompt(problems) + options.max_new_tokens
-    engine = start_engine(folder, adapter, **settings)
+    engine = _start_engine(folder, adapter, options.max_new_tokens, settings)
     # The command line prints errors up to here in one line, and those of the function with their traceback.
     return lambda: evaluate(engine, params, problems, rewards, output, head, options)
+
+
+def _start_engine(folder: str, adapter: str | None, answer: int, settings: dict[str, Any]) -> Any:
+    """Start the engine; refuse (`ValueError`) answers beyond the model's context in words of this command."""
+    from .sample import start_engine
+
+    try:
+        return start_engine(folder, adapter, **settings)
+    except ValueError as error:
+        # vLLM knows how far positions can be scaled. Its own words advise a switch with which answers may be NaN.
+        beyond = re.search(r"greater than the derived max_model_len \((\S+)", str(error))
+        if beyond is None:
+            raise
+        raise ValueError(
+            f"--max_new_tokens must leave room for the prompts in the model's context ({beyond[1]}), got {answer}: "
+            f"with the longest prompt they need {settings['max_model_len']} tokens."
+        ) from error
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -128,6 +128,24 @@ def test_a_model_without_heads_or_positions_is_refused_before_the_engine(capsys,
     assert f"{folder}/config.json: {name} must be above 0, got 0." in line
 
 
+def test_answers_beyond_the_models_context_name_the_option(capsys, models, sums, monkeypatch):
+    """vLLM's error names none of this command's options, and a variable that lets the engine answer NaN."""
+
+    def start(*args, max_model_len, **kwargs):
+        # As vLLM 0.31 says it.
+        raise ValueError(
+            f"User-specified max_model_len ({max_model_len}) is greater than the derived max_model_len "
+            "(max_position_embeddings=256.0 or model_max_length=None in model's config.json)."
+        )
+
+    monkeypatch.setattr(sample, "start_engine", start)
+
+    line = stopped(capsys, str(models / "plain"), "--suite", sums)
+
+    assert "--max_new_tokens must leave room" in line
+    assert "(max_position_embeddings=256.0), got 16384" in line
+
+
 def test_a_tokenizer_of_another_model_is_refused_before_the_engine(capsys, models, sums, tmp_path):
     folder = with_config(tmp_path / "small", models, "plain", vocab_size=3)
 

@@ -50,17 +50,22 @@ LORA_OPTIONS = {
     # The trainer refuses Muon: its step of the two factors is none of their product.
     "optim_muon": "false",
 }
+# Of a mixture of experts. PEFT reads `all-linear` as its experts too, which no low-bit layer can merge.
+ATTENTION = {"lora_target_modules": r".*\.[qkvo]_proj"}
 FROZEN_BASE_OPTIONS = {"lora_base": "frozen"}
 
 
-def adapter_levers(uses_adapter: bool) -> list[Lever]:
+def adapter_levers(uses_adapter: bool, experts: bool) -> list[Lever]:
     """
     An adapter whose base is quantized in each step, and one whose base is frozen in low bits.
 
     Args:
         uses_adapter: Whether the recipe has an adapter, which then stays as it is.
+        experts: Whether the model is a mixture of experts.
     """
     adapter = {} if uses_adapter else LORA_OPTIONS
+    if adapter and experts:
+        adapter = adapter | ATTENTION
     return [
         Lever("LoRA", adapter, adds_adapter=True),
         Lever("LoRA, frozen base", adapter | FROZEN_BASE_OPTIONS, adds_adapter=True),
@@ -77,7 +82,8 @@ def levers_to_compare(uses_adapter: bool, run: Run, settings: Any) -> list[Lever
         settings: The config of its recipe.
     """
     optimizers = [ADAMW_8BIT, PAGED_ADAMW_8BIT]
-    levers = [SLEEP_MODE, GRADIENT_CHECKPOINTING, *optimizers, *adapter_levers(uses_adapter), LIGER]
+    experts = any(".experts." in parameter.name for parameter in run.parameters)
+    levers = [SLEEP_MODE, GRADIENT_CHECKPOINTING, *optimizers, *adapter_levers(uses_adapter, experts), LIGER]
     return [*_of_config(levers, settings), *teacher_in_bfloat16(run, settings)]
 
 

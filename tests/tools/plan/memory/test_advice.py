@@ -16,6 +16,7 @@ from qarl_trl.tools.plan.memory.advice import advise
 from qarl_trl.tools.plan.memory.engine import cache_tokens, engine_bytes, synced_bytes
 from qarl_trl.tools.plan.memory.learner import host_bytes, optimizer_state
 from qarl_trl.tools.plan.memory.moments import fits, moments, peaks
+from qarl_trl.tools.plan.recipe import as_arguments
 from qarl_trl.tools.plan.run import GIB, Hardware
 from qarl_trl.train import parse
 from qarl_trl.validate import check_arguments
@@ -272,3 +273,17 @@ def test_a_frozen_base_is_its_low_bits_and_syncs_its_adapter():
 
     assert master_weights(merged) - master_weights(frozen) == 2 * matrices
     assert host_bytes(frozen) < 0.5 * host_bytes(merged)
+
+
+def test_beside_experts_an_adapter_is_proposed_for_the_attention(mixture_model):
+    """PEFT reads `all-linear` as the experts too, so the line was refused with words about what nobody had set."""
+    advice_of_mixture = advice_for(
+        ONE_GPU / "qwen3-8b.yaml", "4090", "--model_name_or_path", mixture_model, "--use_peft", "false"
+    )
+    trial = trial_of(advice_of_mixture, "LoRA")
+
+    assert trial.run.has_adapter
+    # Control: with all layers it is refused.
+    everything = trial.lever.options | {"lora_target_modules": "all-linear"}
+    with pytest.raises(ValueError, match=r"target_parameters.*lora_target_modules: \[q_proj"):
+        advice_for(ONE_GPU / "qwen3-8b.yaml", "4090", "--model_name_or_path", mixture_model, *as_arguments(everything))
