@@ -47,16 +47,29 @@ class ScriptArguments:
 
 def make_problems(number: int, seed: int) -> Dataset:
     """Problems that have a solution, with the columns `prompt` (messages), `numbers` and `target`."""
-    rng, rows = random.Random(seed), []
+    rng = random.Random(seed)
+    rows = []
+
     while len(rows) < number:
-        numbers = [rng.randint(1, 50) for _ in range(rng.choice([3, 4]))]
-        expression = str(numbers[0]) + "".join(f" {rng.choice('+-*')} {n}" for n in numbers[1:])
+        how_many = rng.choice([3, 4])
+        numbers = [rng.randint(1, 50) for _ in range(how_many)]
+
+        # The target is the value of an expression, so that at least this one solves the problem.
+        expression = str(numbers[0])
+        for following in numbers[1:]:
+            expression += f" {rng.choice('+-*')} {following}"
         target, _ = evaluate(expression)
-        if 10 <= target <= 100:
-            shuffled = rng.sample(numbers, len(numbers))
-            question = QUESTION.format(numbers=", ".join(map(str, shuffled)), target=int(target))
-            prompt = [{"role": "user", "content": question}]
-            rows.append({"prompt": prompt, "numbers": numbers, "target": int(target)})
+        if not 10 <= target <= 100:
+            continue
+
+        # In another order than in the expression, which would give half of the solution away.
+        shuffled = rng.sample(numbers, len(numbers))
+        question = QUESTION.format(numbers=", ".join(map(str, shuffled)), target=int(target))
+
+        # As messages, so that TRL applies the model's chat template.
+        prompt = [{"role": "user", "content": question}]
+        rows.append({"prompt": prompt, "numbers": numbers, "target": int(target)})
+
     return Dataset.from_list(rows)
 
 
@@ -70,13 +83,18 @@ def evaluate(expression: str) -> tuple[float, list[int]]:
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
+
+        # By its type, because True is an instance of int.
         if isinstance(node, ast.Constant) and type(node.value) is int:
             used.append(node.value)
             return node.value
+
         raise ValueError(f"{expression!r} must be an expression of whole numbers and + - * /.")
 
+    # Parsed and walked, never passed to `eval`: the expression is a model's, which may write anything.
     try:
-        return value(ast.parse(expression.strip(), mode="eval").body), used
+        tree = ast.parse(expression.strip(), mode="eval")
+        return value(tree.body), used
     except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(str(error)) from error
 
@@ -89,7 +107,12 @@ def countdown_reward(
 
     TRL calls it with the completions, a column of the dataset for each other name, and more that is not needed here.
     """
-    return [score(text_of(c), *problem) for c, *problem in zip(completions, numbers, target, strict=True)]
+    rewards = []
+    for completion, its_numbers, its_target in zip(completions, numbers, target, strict=True):
+        text = text_of(completion)
+        rewards.append(score(text, its_numbers, its_target))
+
+    return rewards
 
 
 def text_of(completion: Any) -> str:
@@ -99,19 +122,29 @@ def text_of(completion: Any) -> str:
 
 def score(text: str, numbers: list[int], target: int) -> float:
     """The reward of one completion."""
+    # No answer of this game needs 200 characters, and a limit keeps the parser away from endless texts.
     answers = re.findall(r"<answer>(.{1,200}?)</answer>", text, re.DOTALL)
+    if not answers:
+        return 0.0
+
+    # The last one: a model may try some while it thinks.
     try:
-        found, used = evaluate(answers[-1]) if answers else (0.0, [])
+        found, used = evaluate(answers[-1])
     except ValueError:
         return 0.0
-    right = sorted(used) == sorted(numbers) and abs(found - target) < 1e-6
-    return 1.0 if right else 0.1 * bool(answers)
+
+    # Compared with a tolerance, because a division makes a float.
+    is_right = sorted(used) == sorted(numbers) and abs(found - target) < 1e-6
+
+    # A tenth for the form, so that a model which solves nothing yet learns how an answer looks.
+    return 1.0 if is_right else 0.1
 
 
 def main(argv: list[str] | None = None) -> QaRLTrainer:
     """Read the command line (by default the process's), train, save."""
     parser = TrlParser((ScriptArguments, QaRLConfig, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config(argv)
+
     trainer = QaRLTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=countdown_reward,
@@ -119,8 +152,10 @@ def main(argv: list[str] | None = None) -> QaRLTrainer:
         train_dataset=make_problems(script_args.num_problems, seed=training_args.seed),
         peft_config=get_peft_config(model_args),
     )
+
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
+
     return trainer
 
 

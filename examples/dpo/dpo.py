@@ -1,6 +1,9 @@
-"""DPO on 4-bit weights, by two classes of your own: `python dpo.py MODEL DATA OUTPUT [MAX_STEPS]`.
+"""DPO on 4-bit weights, by two classes of your own.
 
-The data have the columns prompt, chosen and rejected. `vllm serve OUTPUT` serves what was trained.
+    python examples/dpo/dpo.py MODEL DATA OUTPUT [MAX_STEPS]
+
+MODEL is a folder or Hub id, DATA a .jsonl file with the columns prompt, chosen and rejected. `vllm serve OUTPUT`
+serves what was trained. For another trainer of TRL, put its config and its class in the place of DPO's.
 """
 
 import sys
@@ -24,13 +27,23 @@ class LowBitDPOTrainer(LowBitMixin, DPOTrainer):
 
 def main(model: str, data: str, output_dir: str, max_steps: str = "-1") -> None:
     """Train and save."""
-    on_cpu = not torch.cuda.is_available()
-    args = LowBitDPOConfig(output_dir, quant_scheme="W4A16", max_steps=int(max_steps), use_cpu=on_cpu, report_to=[])
+    args = LowBitDPOConfig(
+        output_dir,
+        quant_scheme="W4A16",
+        # -1: all epochs of TRL's config.
+        max_steps=int(max_steps),
+        use_cpu=not torch.cuda.is_available(),
+        report_to=[],
+    )
     dataset = load_dataset("json", data_files=data, split="train")
+
     trainer = LowBitDPOTrainer(model, args=args, train_dataset=dataset)
     trainer.train()
+
+    # In 4 bits, as the policy computed: there is nothing to quantize afterwards.
     trainer.save_model()
 
 
 if __name__ == "__main__":
+    # Positional, to keep the script short; examples/countdown reads any field from the command line.
     main(*sys.argv[1:])

@@ -20,7 +20,8 @@ from qarl_trl.quant import apply_quantization, low_bit_store, remove_quantizatio
 # Largest change of a log-prob in float32, nats. Measured on toys: at most 3.2e-5 for transforms that are folded
 # exactly, 0.1 and more for one that is not.
 TOLERANCE = 1e-3
-PROBES = 16  # texts that log-probs are compared on
+# Texts that log-probs are compared on.
+PROBES = 16
 
 # SpinQuant centers the embeddings, which only a layer norm takes off again: with an RMS norm it makes another model.
 # Without centering the rotations are exact for both.
@@ -42,8 +43,11 @@ def log_probs(model: PreTrainedModel, texts: list[list[int]]) -> torch.Tensor:
     rows = []
     for text in texts:
         ids = torch.tensor([text], device=model.device)
+        # The last position predicts a token that the text does not have.
         logits = model(input_ids=ids).logits[:, :-1].float()
-        rows.append(logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).flatten())
+        chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+        rows.append(chosen.flatten())
+
     return torch.cat(rows)
 
 
@@ -52,43 +56,71 @@ def quantization_cost(
 ) -> float:
     """Mean absolute difference of log-probs, nats per token, between the quantized model and the model."""
     plain = log_probs(model, texts)
+
     apply_quantization(model, scheme, group_size=group_size)
-    low_bit_store(model).will_be_told()  # nothing is trained, so weights are quantized once
+    # Nothing is trained, so weights are quantized once, not in each forward.
+    low_bit_store(model).will_be_told()
     quantized = log_probs(model, texts)
     remove_quantization(model)
+
     return (quantized - plain).abs().mean().item()
 
 
 def fold(model: PreTrainedModel, recipe: list, **data: object) -> PreTrainedModel:
     """A plain model with the weights that `recipe` leaves; without what it hung on the model, and unquantized."""
-    names = set(model.state_dict()) | {"lm_head.weight"}  # rotations untie it
+    # The output layer is always kept: rotations untie it from the embeddings.
+    names = set(model.state_dict()) | {"lm_head.weight"}
     transformed = oneshot(model=model, recipe=recipe, **data)
-    state = {name: tensor.float() for name, tensor in transformed.state_dict().items()}
-    left = [name for name in state if name not in names and "weight_" not in name]  # not: weight_scale of AWQ
+
+    state = {}
+    left = []
+    for name, tensor in transformed.state_dict().items():
+        if name in names:
+            state[name] = tensor.float()
+        # AWQ's recipe quantizes, too: its weight_scale of each layer is no part of a plain model.
+        elif "weight_" not in name:
+            left.append(name)
     if left:
         raise SystemExit(f"The transform must fold into the weights, got {left[:3]}, which run in the forward.")
+
+    # With it, the new model would be made as a quantized one.
     config = transformed.config
     config.__dict__.pop("quantization_config", None)
-    state = {name: tensor for name, tensor in state.items() if name in names}
-    return type(model).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32).eval()
+
+    folded = type(model).from_pretrained(None, config=config, state_dict=state, dtype=torch.float32)
+    return folded.eval()
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Read the options, fold, compare the log-probs, and save."""
     args = parse(__doc__, ("smoothquant", "awq", "rotation"), argv)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = calibration_set(args, tokenizer)
-    texts, data = rows["input_ids"][:PROBES], {}
+    texts = rows["input_ids"][:PROBES]
+
+    # Rotations need no texts: there they serve only the comparison.
+    data = {}
     if args.method != "rotation":
         data = {"dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": args.max_length}
+
+    # In float32, where a transform that keeps the function moves no log-prob by more than rounding.
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    before, cost = log_probs(model, texts), quantization_cost(model, args.scheme, texts, args.group_size)
-    model = fold(model, transforms(args.method, args.scheme, args.group_size), **data)
+    before = log_probs(model, texts)
+    cost = quantization_cost(model, args.scheme, texts, args.group_size)
+
+    recipe = transforms(args.method, args.scheme, args.group_size)
+    model = fold(model, recipe, **data)
+
+    # Not `change > TOLERANCE`, which lets a NaN pass.
     change = (log_probs(model, texts) - before).abs().max().item()
     if not change <= TOLERANCE:
         raise SystemExit(f"No log-prob may move by more than {TOLERANCE} nats, got {change:.1e}. Nothing was saved.")
+
     after = quantization_cost(model, args.scheme, texts, args.group_size)
     print(f"{args.scheme} costs {cost:.5f} nats per token before, {after:.5f} after")
-    model.to(AutoConfig.from_pretrained(args.model).dtype or torch.bfloat16).save_pretrained(args.output)
+
+    dtype = AutoConfig.from_pretrained(args.model).dtype or torch.bfloat16
+    model.to(dtype).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
     print(f"transformed model, not quantized, written to {args.output}")
 

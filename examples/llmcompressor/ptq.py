@@ -30,24 +30,35 @@ if not torch.accelerator.is_available():
 
 def make_recipe(method: str, scheme: str, group_size: int | None = None) -> list:
     """llm-compressor's modifiers: `rtn` rounds to nearest, `gptq` and `awq` also look at calibration texts."""
+    # The layers and groups that qarl_trl itself quantizes, so that training can take the checkpoint as it is.
     plan = single_group(resolve_scheme(scheme, group_size), ["Linear"], DEFAULT_IGNORE)
     settings = {"config_groups": plan.config_groups, "ignore": plan.ignore}
-    return {
+
+    recipes = {
         "rtn": [QuantizationModifier(**settings)],
         "gptq": [GPTQModifier(**settings)],
+        # AWQ only scales the weights; rounding is the second modifier's.
         "awq": [AWQModifier(), QuantizationModifier(**settings)],
-    }[method]
+    }
+    return recipes[method]
 
 
 def calibration_set(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """The first rows of `args.dataset` (Hub id or .jsonl file) as token ids; chats go through the chat template."""
-    is_file = Path(args.dataset).is_file()
-    source = {"path": "json", "data_files": args.dataset} if is_file else {"path": args.dataset}
-    rows = load_dataset(**source, split=f"train[:{args.num_samples}]")
+    split = f"train[:{args.num_samples}]"
+    if Path(args.dataset).is_file():
+        rows = load_dataset("json", data_files=args.dataset, split=split)
+    else:
+        rows = load_dataset(args.dataset, split=split)
 
     def tokenize(row: dict) -> dict:
-        parts = [row[column] for column in args.columns]
-        text = "".join(p if isinstance(p, str) else tokenizer.apply_chat_template(p, tokenize=False) for p in parts)
+        text = ""
+        for column in args.columns:
+            part = row[column]
+            if not isinstance(part, str):
+                part = tokenizer.apply_chat_template(part, tokenize=False)
+            text += part
+
         # Cut here: `truncation=True` would stay in the tokenizer, and be saved with it.
         ids = tokenizer(text)["input_ids"][: args.max_length]
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -68,26 +79,35 @@ def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argpar
     parser.add_argument("--num_samples", type=int, default=512, help="rows")
     parser.add_argument("--max_length", type=int, default=2048, help="tokens of a row")
     args = parser.parse_args(argv)
-    resolve_scheme(args.scheme, args.group_size)  # before a model loads: is it one that qarl_trl can train?
+
+    # Before a model loads: is it a scheme that qarl_trl can train?
+    resolve_scheme(args.scheme, args.group_size)
     if args.dataset is None and args.method != "rtn":
         parser.error(f"--method {args.method} needs --dataset")
+
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Read the options, quantize, and check that layers were quantized."""
     args = parse(__doc__, ("gptq", "awq", "rtn"), argv)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+
+    # Rounding to nearest looks at the weights alone.
     data = {}
     if args.method != "rtn":
         rows = calibration_set(args, tokenizer)
         data = {"dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": args.max_length}
+
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     recipe = make_recipe(args.method, args.scheme, args.group_size)
     oneshot(model=model, recipe=recipe, tokenizer=tokenizer, output_dir=args.output, **data)
+
     # llm-compressor saves the model as it came when no layer matched (GPT-2 has Conv1D layers, not Linear).
     source = quantized_source(args.output)
     if source is None:
         raise SystemExit(f"{args.output} must hold low-bit layers, got none: no layer of {args.model} is a Linear.")
+
     print(f"{args.method} checkpoint with {len(source.layers)} low-bit layers written to {args.output}")
 
 

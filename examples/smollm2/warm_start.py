@@ -15,20 +15,28 @@ from trl import SFTConfig, SFTTrainer
 
 def solution(equation: str) -> str:
     r"""`( ( 8.0 - 3.0 ) * 2.0 )` as `\boxed{(8 - 3) * 2}`."""
-    text = re.sub(r"(\d)\.0\b", r"\1", equation).replace("( ", "(").replace(" )", ")")
-    return rf"\boxed{{{text.removeprefix('(').removesuffix(')')}}}"
+    whole = re.sub(r"(\d)\.0\b", r"\1", equation)
+    tight = whole.replace("( ", "(").replace(" )", ")")
+    # SVAMP puts brackets around each equation, which only cost tokens.
+    calculation = tight.removeprefix("(").removesuffix(")")
+
+    return rf"\boxed{{{calculation}}}"
 
 
 def demonstrations(file: Path) -> Dataset:
     """Prompts and completions as chat messages."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return Dataset.from_list([
-        {
-            "prompt": [{"role": "user", "content": row["problem"]}],
-            "completion": [{"role": "assistant", "content": solution(row["equation"])}],
-        }
-        for row in rows
-    ]).shuffle(seed=0)  # fmt: skip
+    rows = []
+    for line in file.read_text().splitlines():
+        problem = json.loads(line)
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": problem["problem"]}],
+                "completion": [{"role": "assistant", "content": solution(problem["equation"])}],
+            }
+        )
+
+    # With a seed of its own, so that everyone trains on the problems in the same order.
+    return Dataset.from_list(rows).shuffle(seed=0)
 
 
 def main() -> None:
@@ -37,6 +45,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="has base/ and train.jsonl, gets start/")
     parser.add_argument("--max_steps", type=int, default=-1, help="batches of 16 problems (default: all, once)")
     options = parser.parse_args()
+
     args = SFTConfig(
         str(options.folder / "start"),
         num_train_epochs=1,
@@ -46,17 +55,22 @@ def main() -> None:
         lr_scheduler_type="cosine",
         warmup_steps=3,
         gradient_checkpointing=False,
+        # Master weights in float32, products in bfloat16: small updates of bfloat16 weights would be rounded away.
         bf16=True,
         use_cpu=True,
         model_init_kwargs={"dtype": "float32"},
         logging_steps=5,
+        # The model is saved once, at the end: the phase takes minutes.
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
     )
     trainer = SFTTrainer(
-        str(options.folder / "base"), args, train_dataset=demonstrations(options.folder / "train.jsonl")
+        str(options.folder / "base"),
+        args,
+        train_dataset=demonstrations(options.folder / "train.jsonl"),
     )
+
     trainer.train()
     trainer.save_model()
 
