@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         line = f"qarl-trl {arguments[0]}: interrupted."
         if arguments[0] in _TRAIN:
-            line += " Finished checkpoints stay, and the same command goes on from the last one. SIGTERM saves first."
+            line += (
+                " Finished checkpoints stay: resume_from_checkpoint: auto goes on from the last. SIGTERM saves first."
+            )
         print(line, file=sys.stderr)
         raise SystemExit(_INTERRUPTED) from None
 

@@ -14,7 +14,8 @@ from trl import GRPOConfig
 
 from .loss import TrustBand
 from .options import ENGINE, LOSS, option
-from .trainers.settings import LowBitConfig, changed_fields, check_fit, check_noise, check_seed
+from .trainers.sampling import check_noise, check_seed
+from .trainers.settings import LowBitConfig, changed_fields, check_fit
 
 
 logger = get_logger(__name__)

@@ -292,7 +292,9 @@ def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypa
         cli.main(["train"])
 
 
-@pytest.mark.parametrize(("name", "words"), [("train", "goes on from the last one"), ("eval", "interrupted.")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("train", "resume_from_checkpoint: auto goes on from the last."), ("eval", "interrupted.")]
+)
 def test_an_interrupt_is_one_line_with_what_to_do(monkeypatch, capsys, name, words):
     def interrupted():
         raise KeyboardInterrupt

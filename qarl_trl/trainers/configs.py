@@ -8,7 +8,8 @@ from typing import Literal
 from trl import DistillationConfig, RLOOConfig, SFTConfig
 
 from ..options import LOSS, option
-from .settings import LowBitConfig, check_noise, check_seed
+from .sampling import check_noise, check_seed
+from .settings import LowBitConfig
 
 
 @dataclass

@@ -1,0 +1,40 @@
+"""Settings with which engine and learner would draw or score otherwise, of every trainer that samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_noise(args: Any) -> None:
+    """
+    Refuse noise on the learner's embeddings, which the engine does not have.
+
+    Args:
+        args: The settings of a trainer that samples.
+
+    Raises:
+        ValueError: if `neftune_noise_alpha` is set.
+    """
+    if args.neftune_noise_alpha:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha} draws other noise for `old` and for the loss, so no "
+            "ratio would be 1 before the first update, and the engine samples without it. Leave it out."
+        )
+
+
+def check_seed(args: Any) -> None:
+    """
+    Refuse a seed for each request: colocated vLLM gets the prompt of a group once for each answer.
+
+    Args:
+        args: The settings of a trainer that samples groups.
+
+    Raises:
+        ValueError: if `generation_kwargs` has a seed.
+    """
+    seed = (args.generation_kwargs or {}).get("seed")
+    if args.use_vllm and args.vllm_mode == "colocate" and seed is not None:
+        raise ValueError(
+            f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would "
+            "be equal, and nothing would be trained. `seed` decides the draws of a run."
+        )
