@@ -83,10 +83,13 @@ REGIMES: dict[str, dict[str, Any]] = {
     # Four times as many updates of a rollout batch: where the toy's learner in bfloat16 fails. Chosen before any arm
     # ran in it.
     "stale": G64 | {"updates": 8},
-    # One start and the same, distilled into 4 bits by examples/smollm2/distill.yaml: `--start` names the folder.
-    "undistilled": G64,
-    "distilled": G64,
+    # One start and the same, distilled into 4 bits by real_distill.py: `--start` names the folder. What an arm trained
+    # is distilled again, as it is put through GPTQ.
+    "undistilled": G64 | {"distill_again": True},
+    "distilled": G64 | {"distill_again": True},
 }
+# Chosen by real_distill.py on training problems.
+DISTILL_ON = "rollouts"
 BEFORE = "before training"
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
@@ -221,6 +224,9 @@ def run_cell(start: Path, regime: str, arm: str, seed: int, keep: Path | None = 
         if "masters" in models and settings["quantization"]["quant_scheme"].startswith("W4"):
             gptq(out / "masters", out / "gptq", settings["quantization"], start)
             models.append("gptq")
+        if settings.get("distill_again") and arm != BEFORE:
+            distill(out / "masters", out / "again", start, DISTILL_ON)
+            models.append("again")
         scores, greedy = (
             {Path(name).name: score(out / name, settings, start, seed, one) for name in models}
             for one in (False, True)
@@ -254,23 +260,45 @@ def export(model: Path, folder: Path, quantization: dict[str, Any]) -> None:
 
 def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -> None:
     """llm-compressor's GPTQ, calibrated on the training problems with their solutions."""
-    sys.path.insert(0, str(EXAMPLES / "smollm2"))  # before the quickstart, whose warm_start.py is another
-    from warm_start import solution
-
-    rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
     calibration = folder.parent / "calibration.jsonl"
     chats = [
         [
             {"role": "user", "content": row["problem"]},
-            {"role": "assistant", "content": solution(row["equation"])},
+            {"role": "assistant", "content": row["solution"]},
         ]
-        for row in rows
+        for row in solved(start)
     ]
     calibration.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
     script = EXAMPLES / "llmcompressor" / "ptq.py"
     command = [sys.executable, str(script), "--model", str(model), "--output", str(folder), "--method", "gptq"]
     command += ["--scheme", quantization["quant_scheme"], "--group_size", str(quantization["quant_group_size"])]
     subprocess.run([*command, "--dataset", str(calibration), "--columns", "chat"], check=True)
+
+
+def distill(model: Path, folder: Path, start: Path, answers: str) -> None:
+    """
+    Distill into 4 bits, with the model's own bfloat16 weights as the teacher (examples/smollm2/distill.yaml).
+
+    Args:
+        answers: "rollouts" or "answers", `distill_on` of the config.
+    """
+    command = [sys.executable, "-m", "qarl_trl.cli", "distill", "--config", str(EXAMPLES / "smollm2" / "distill.yaml")]
+    command += ["--model_name_or_path", str(model), "--output_dir", str(folder), "--distill_on", answers]
+    problems = start / "train.jsonl"
+    if answers == "answers":
+        problems = folder.parent / "solutions.jsonl"
+        problems.write_text("".join(json.dumps(row) + "\n" for row in solved(start)))
+        command += ["--completion_column", "solution", "--use_vllm", "false"]
+    subprocess.run([*command, "--dataset_name_or_path", str(problems)], check=True)
+
+
+def solved(start: Path) -> list[dict[str, Any]]:
+    """The training problems, each with its solution as warm_start.py teaches it."""
+    sys.path.insert(0, str(EXAMPLES / "smollm2"))  # before the quickstart, whose warm_start.py is another
+    from warm_start import solution
+
+    rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
+    return [row | {"solution": solution(row["equation"])} for row in rows]
 
 
 # All cells -----------------------------------------------------------------------------------------------------------
