@@ -90,6 +90,7 @@ REGIMES: dict[str, dict[str, Any]] = {
 }
 # Chosen by real_distill.py on training problems.
 DISTILL_ON = "rollouts"
+DISTILL_UPDATES = 30  # of 16 answers: about one pass over the training problems
 BEFORE = "before training"
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
@@ -284,6 +285,7 @@ def distill(model: Path, folder: Path, start: Path, answers: str) -> None:
     """
     command = [sys.executable, "-m", "qarl_trl.cli", "distill", "--config", str(EXAMPLES / "smollm2" / "distill.yaml")]
     command += ["--model_name_or_path", str(model), "--output_dir", str(folder), "--distill_on", answers]
+    command += ["--max_steps", str(DISTILL_UPDATES), "--save_steps", str(DISTILL_UPDATES)]
     problems = start / "train.jsonl"
     if answers == "answers":
         problems = folder.parent / "solutions.jsonl"

@@ -4,7 +4,7 @@ Distill the start of real_arms.py into 4 bits, and choose on whose answers.
     python examples/smollm2/prepare.py runs/smollm2 --data FOLDER; python examples/smollm2/warm_start.py runs/smollm2
     python benchmarks/real_distill.py --start runs/smollm2
 
-Each candidate is examples/smollm2/distill.yaml with its own `distill_on`. The one whose 4-bit model answers most of
+Each candidate is examples/smollm2/distill.yaml, shortened, with its own `distill_on`. The one whose 4-bit model answers most of
 the first 150 training problems becomes the start of the regime `distilled`: START-distilled, for `real_arms.py --start`.
 The held-out problems are not looked at. Writes results/real/distill.json.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +65,43 @@ def distilled_start(start: Path, run: Path) -> Path:
     return folder
 
 
+def run_and_measure(name: str, start: Path, runs: Path, problems: Path) -> dict[str, Any]:
+    """Scores of the start itself ("bfloat16", "rounded") or of a candidate, made first; of a candidate its losses, too."""
+    if name == "bfloat16":
+        return measure(start / "start", problems)
+
+    model = runs / name
+    if name == "rounded":
+        real_arms.export(start / "start", model, real_arms.G64["quantization"])
+        return measure(model, problems)
+
+    real_arms.distill(start / "start", model, start, name)
+    return measure(model, problems) | {"loss": losses_of(model)}
+
+
 def main() -> None:
-    """Run both candidates, score them beside the rounded start, choose."""
+    """Run the candidates, score them beside the start and its rounded form, choose."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--start", type=Path, default=real_arms.START, help="folder with start/, train.jsonl, test.jsonl"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
     options = parser.parse_args()
     start: Path = options.start.resolve()
     runs = start.with_name(f"{start.name}-candidates")
     problems = choice_problems(start, runs / "problems")
 
-    real_arms.export(start / "start", runs / "rounded", real_arms.G64["quantization"])
-    results = {"bfloat16": measure(start / "start", problems), "rounded": measure(runs / "rounded", problems)}
-    for answers in CANDIDATES:
-        run = runs / answers
-        real_arms.distill(start / "start", run, start, answers)
-        results[answers] = measure(run, problems) | {"loss": losses_of(run)}
-        print(answers, "right of", CHOSEN_ON * real_arms.SAMPLES, sum(results[answers]["scores"]), flush=True)
+    # Threads that wait: each model is made and scored by processes of its own.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        names = [*CANDIDATES, "bfloat16", "rounded"]
+        waiting = {name: pool.submit(run_and_measure, name, start, runs, problems) for name in names}
+        results = {name: future.result() for name, future in waiting.items()}
 
     chosen = max(CANDIDATES, key=lambda answers: sum(results[answers]["scores"]))
     folder = distilled_start(start, runs / chosen)
     result = {
         "chosen": chosen,
+        "updates": real_arms.DISTILL_UPDATES,
         "problems": CHOSEN_ON,
         "samples": real_arms.SAMPLES,
         "results": results,

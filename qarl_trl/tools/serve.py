@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from ..methods import METHODS, SFT, choose_method
 from ..rollout.server.key import HOSTS, KEY, find_key, make_key
 from ..train import parse
 from .arguments import CommandParser
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     Check a recipe, and prepare the server of its engine.
 
     Args:
-        argv: Options of `qarl-trl serve`; all others belong to the recipe, as for `qarl-trl train`.
+        argv: Options of `qarl-trl serve`; all others belong to the recipe, as for the command that trains it.
 
     Returns:
         A function that replaces this process by the server. `None` after a dry run, which prints the server's command.
@@ -43,15 +44,22 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     Raises:
         ValueError, OSError, ImportError: if the recipe is wrong, or the engine cannot run its scheme.
     """
-    options, recipe_argv = _parser().parse_known_args(argv)
+    options, overrides = _parser().parse_known_args(argv)
     environment_before = dict(os.environ)
+
+    recipe = ["--config", options.config, *overrides]
+    # Without the note that the recipe may be another command's: only a dry run prints, and it prints a command.
+    method, _ = choose_method(recipe, options.trainer)
+    if method is SFT:
+        raise ValueError("qarl-trl sft samples nothing, so it needs no server.")
 
     # Last, because the last value of a key counts: the recipe may be one for a colocated engine.
     as_server = ["--vllm_mode", "server", "--use_vllm", "true"]
     # The data and the checkpoint to resume from may be on the trainer's machine only.
     script_args, args, model_args = parse(
-        ["--config", options.config, *recipe_argv, *as_server],
+        [*recipe, *as_server],
         engine_only=True,
+        method=method,
     )
     url = urlsplit(args.vllm_server_base_url or "")
 
@@ -83,13 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     """The options of the command itself."""
     parser = CommandParser(
         prog="qarl-trl serve",
-        usage="qarl-trl serve --config FILE [--host ADDRESS] [--key value ...]",
+        usage="qarl-trl serve --config FILE [--trainer NAME] [--host ADDRESS] [--key value ...]",
         description="Start vLLM's own server as the engine of a recipe's trainer (`vllm_mode: server`).",
         epilog="Its port is the recipe's vllm_server_port, or that of vllm_server_base_url (default: 8000). "
         "--dry_run, which is a key of recipes, prints the server's command and starts nothing.",
         example="qarl-trl serve --config recipe.yaml",
     )
     parser.add_argument("--config", required=True, help="the recipe of the run")
+    parser.add_argument(
+        "--trainer", choices=METHODS, help="which command trains the recipe (default: by the recipe's keys)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
     return parser
 
@@ -151,7 +162,7 @@ def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> di
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
         "max_model_len": args.vllm_max_model_length,
-        "max_num_seqs": min(args.generation_batch_size, MAX_BATCHED_TOKENS),  # as for one process
+        "max_num_seqs": min(_answers_at_once(args), MAX_BATCHED_TOKENS),
         "model_impl": args.vllm_model_impl,
         "seed": 0,
         "max_num_batched_tokens": MAX_BATCHED_TOKENS,
@@ -175,6 +186,14 @@ def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> di
     }
     # The later wins: what makes engine and learner agree is not the user's to change.
     return from_trl | from_trainer | adapter | extensions
+
+
+def _answers_at_once(args: Any) -> int:
+    """How many answers one trainer process asks for at a time, as TRL tells a colocated engine."""
+    # Distillation samples for one update.
+    return getattr(args, "generation_batch_size", None) or (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps
+    )
 
 
 def _with_adapter(policy: nn.Module, plan: QuantizationConfig, peft_config: Any) -> nn.Module:

@@ -52,7 +52,7 @@ WITHOUT_ENGINE = {
 }
 
 
-def _make(kind: str, model: str, folder: Path, **changes: Any) -> Any:
+def make_other_trainer(kind: str, model: str, folder: Path, **changes: Any) -> Any:
     """A trainer of `slow.toys.settings`; a student learns from its own start."""
     from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, LowBitRLOOConfig, LowBitRLOOTrainer
 
@@ -87,7 +87,7 @@ def _answers() -> Any:
 def _train_and_compare(kind: str, model: str, folder: str) -> dict[str, Any]:
     from qarl_trl.quant import iter_low_bit_weights
 
-    trainer = _make(kind, model, Path(folder) / "run")
+    trainer = make_other_trainer(kind, model, Path(folder) / "run")
     if "-" in kind:
         randomize_adapter(trainer.model)
     before = dict(iter_low_bit_weights(trainer.model))
@@ -160,7 +160,7 @@ def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(o
 
 def _train_with_engine(kind: str, model: str, folder: str, resume: str | None) -> dict[str, Any]:
     changes = {"save_strategy": "steps", "save_steps": 1}
-    trainer = _make(kind, model, Path(folder), **changes)
+    trainer = make_other_trainer(kind, model, Path(folder), **changes)
     trainer.train(resume_from_checkpoint=resume)
     return whole_arrays(trainer)
 
@@ -299,7 +299,7 @@ def _train_frozen(kind: str, model: str, folder: str, fsdp: bool) -> dict[str, A
         # Beside an engine. The penalty asks the base without its adapter.
         changes = {"max_steps": 2, "steps_per_generation": 1, "beta": 0.05, "learner_ops": "stock", "bf16": True}
         changes["quant_scheme"] = "FP8_DYNAMIC"  # whose engine runs on any CPU
-        trainer = _make("rloo-frozen", model, Path(folder), **changes)
+        trainer = make_other_trainer("rloo-frozen", model, Path(folder), **changes)
     else:
         # An adapter begins at zero, so its steps are larger.
         values = WITHOUT_ENGINE | {"output_dir": folder, "learning_rate": 1e-2, "lora_base": "frozen"}

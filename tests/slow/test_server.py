@@ -181,6 +181,40 @@ def test_a_run_through_a_server_is_the_colocated_one(server):
     assert remote["left"] == adapted["left"] == []
 
 
+def _train_others(place: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """RLOO and a distillation: the checks of their syncs, and the engine's answers after the first and the last."""
+    from slow.test_other_trainers import make_other_trainer
+
+    runs = {}
+    for kind in ("rloo", "distillation"):
+        trainer = make_other_trainer(
+            kind, place["model"], Path(place["folder"], kind), **over_there(place, verify_sync=1)
+        )
+        engine = trainer.vllm_generation
+        tokens = engine.sync_check.token_ids
+        engine.sync_weights()
+        first = engine.prompt_logps(tokens)
+        trainer.train()
+
+        runs[kind] = {
+            "losses": logged(trainer, "loss"),
+            "sync_checks": logged(trainer, "sync/verify_logp_diff"),
+            "moved": (engine.prompt_logps(tokens) - first).abs().max().item(),
+        }
+    return runs
+
+
+def test_rloo_and_distillation_train_through_the_server(server):
+    runs = isolated(_train_others, server)
+
+    for kind, run in runs.items():
+        assert len(run["losses"]) >= 2, kind
+        # As in tests/slow/test_mismatch.py: the server's log-probs of the learner's own weights.
+        assert max(run["sync_checks"]) < 1e-5, kind
+        # Control: the weights moved, so that a sync of old ones would be seen.
+        assert run["moved"] > 1e-4, kind
+
+
 def _train_beside_another(place: dict[str, Any]) -> dict[str, Any]:
     """One of two trainer processes: two refused starts, a run, and a generation that the main process stops."""
     from slow.kills import digests

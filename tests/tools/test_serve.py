@@ -75,6 +75,25 @@ def test_a_recipe_becomes_a_command_of_vllm(capsys, recipe):
     assert json.loads(options["--additional-config"]) == {"sync_folder": str(recipe.parent / "shared")}
 
 
+def test_a_recipe_of_another_trainer_has_the_same_engine(capsys, recipe):
+    # A key that only distillation has.
+    distilling = recipe.read_text().replace("reward_funcs:\n- math_reward", "distill_on: rollouts")
+    recipe.write_text(distilling)
+    sizes = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
+
+    options = server_options(capsys, recipe, *sizes)
+
+    # One update's answers. QaRL asks for those of a whole rollout batch.
+    assert options["--max-num-seqs"] == "6"
+    groups = json.loads(options["--hf-overrides"])["quantization_config"]["config_groups"]
+    assert groups["group_0"]["weights"]["num_bits"] == 4
+
+
+def test_a_trainer_without_rollouts_needs_no_server(recipe):
+    with pytest.raises(ValueError, match="qarl-trl sft samples nothing, so it needs no server"):
+        main(["--config", str(recipe), "--dry_run", "--trainer", "sft"])
+
+
 def test_the_engine_of_an_adapter_gets_merged_weights(capsys, recipe):
     adapter = ["--use_peft", "true", "--lora_dropout", "0", "--optim_muon", "false"]
 
