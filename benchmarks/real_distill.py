@@ -4,9 +4,9 @@ Distill the start of real_arms.py into 4 bits, and choose on whose answers.
     python examples/smollm2/prepare.py runs/smollm2 --data FOLDER; python examples/smollm2/warm_start.py runs/smollm2
     python benchmarks/real_distill.py --start runs/smollm2
 
-Each candidate is examples/smollm2/distill.yaml, shortened, with its own `distill_on`. The one whose 4-bit model answers most of
-the first 150 training problems becomes the start of the regime `distilled`: START-distilled, for `real_arms.py --start`.
-The held-out problems are not looked at. Writes results/real/distill.json.
+Each candidate is examples/smollm2/distill.yaml, shortened, with its own `distill_on`. The one whose 4-bit model
+answers most of the first 150 training problems becomes the start of the regime `distilled`: START-distilled, for
+`real_arms.py --start`. The held-out problems are not looked at. Writes results/real/distill.json.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def distilled_start(start: Path, run: Path) -> Path:
 
 
 def run_and_measure(name: str, start: Path, runs: Path, problems: Path) -> dict[str, Any]:
-    """Scores of the start itself ("bfloat16", "rounded") or of a candidate, made first; of a candidate its losses, too."""
+    """Scores of the start ("bfloat16", "rounded") or of a candidate, which is made first; of that its losses, too."""
     if name == "bfloat16":
         return measure(start / "start", problems)
 
