@@ -89,8 +89,8 @@ REGIMES: dict[str, dict[str, Any]] = {
     "distilled": G64 | {"distill_again": True},
 }
 # Chosen by real_distill.py on training problems.
-DISTILL_ON = "rollouts"
-DISTILL_UPDATES = 30  # of 16 answers: about one pass over the training problems
+DISTILL_ON = "answers"
+DISTILL_UPDATES = 90  # of 16 answers: about three passes over the training problems
 BEFORE = "before training"
 SAMPLES = 4  # of a held-out problem, at temperature 1
 KEPT = (
@@ -226,7 +226,7 @@ def run_cell(start: Path, regime: str, arm: str, seed: int, keep: Path | None = 
             gptq(out / "masters", out / "gptq", settings["quantization"], start)
             models.append("gptq")
         if settings.get("distill_again") and arm != BEFORE:
-            distill(out / "masters", out / "again", start, DISTILL_ON)
+            distill(out / "masters", out / "again", start)
             models.append("again")
         scores, greedy = (
             {Path(name).name: score(out / name, settings, start, seed, one) for name in models}
@@ -276,16 +276,17 @@ def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -
     subprocess.run([*command, "--dataset", str(calibration), "--columns", "chat"], check=True)
 
 
-def distill(model: Path, folder: Path, start: Path, answers: str) -> None:
+def distill(model: Path, folder: Path, start: Path, answers: str = DISTILL_ON, updates: int = DISTILL_UPDATES) -> None:
     """
     Distill into 4 bits, with the model's own bfloat16 weights as the teacher (examples/smollm2/distill.yaml).
 
     Args:
         answers: "rollouts" or "answers", `distill_on` of the config.
+        updates: Optimizer steps.
     """
     command = [sys.executable, "-m", "qarl_trl.cli", "distill", "--config", str(EXAMPLES / "smollm2" / "distill.yaml")]
     command += ["--model_name_or_path", str(model), "--output_dir", str(folder), "--distill_on", answers]
-    command += ["--max_steps", str(DISTILL_UPDATES), "--save_steps", str(DISTILL_UPDATES)]
+    command += ["--max_steps", str(updates), "--save_steps", str(updates)]
     problems = start / "train.jsonl"
     if answers == "answers":
         problems = folder.parent / "solutions.jsonl"
