@@ -84,9 +84,9 @@ REGIMES: dict[str, dict[str, Any]] = {
     # ran in it.
     "stale": G64 | {"updates": 8},
     # One start and the same, distilled into 4 bits by real_distill.py: `--start` names the folder. What an arm trained
-    # is distilled again, as it is put through GPTQ.
+    # from the first is distilled afterwards, as it is put through GPTQ.
     "undistilled": G64 | {"distill_again": True},
-    "distilled": G64 | {"distill_again": True},
+    "distilled": G64,
 }
 # Chosen by real_distill.py on training problems.
 DISTILL_ON = "answers"
