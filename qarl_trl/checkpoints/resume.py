@@ -34,6 +34,8 @@ SETTINGS = "settings"
 WITHIN_BATCH = "within_rollout_batch"
 # The parameters that the optimizer trains, known only when the run has one.
 TRAINED = "trained"
+# What the optimizer began with.
+MADE = "optimizer_began_with"
 # The entry of the reward functions among the settings. It is in no config.
 REWARDS = "reward_funcs"
 # About so many numbers of each loaded weight are compared.
