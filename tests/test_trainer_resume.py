@@ -39,6 +39,37 @@ def resume(
     return trainer
 
 
+# Nine micro-batches an epoch, in rollout batches of three and updates of two: the last update of an epoch has one.
+UNEVEN = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 2}
+
+
+def uneven(model: str, folder: Path, checkpoint: str | None = None, **changes) -> QaRLTrainer:
+    """A run of two epochs of five updates, from the beginning or from a checkpoint."""
+    args = QaRLConfig(**without_engine(folder, **UNEVEN | changes))
+    trainer = QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(9))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+def updates_from_0(trainer: QaRLTrainer) -> list[int]:
+    """The updates of a rollout batch if all before were whole."""
+    start = trainer._step - trainer._step % 3
+    return [step // 2 for step in range(start, start + 3)]
+
+
+def test_after_an_update_that_was_cut_short_a_run_resumes_bit_for_bit(dense_model, tmp_path, monkeypatch):
+    def distance(folder: Path) -> set[str]:
+        straight = uneven(dense_model, folder, save_strategy="steps", save_steps=5)
+        resumed = uneven(dense_model, folder / "resumed", str(folder / "checkpoint-5"))
+        assert straight.state.global_step == resumed.state.global_step == 10
+        return changed(master_weights(straight), master_weights(resumed))
+
+    assert not distance(tmp_path / "counted")
+    # Control: micro-batches share other passes, which round otherwise.
+    monkeypatch.setattr(QaRLTrainer, "_updates_of_rollout", updates_from_0)
+    assert distance(tmp_path / "from_0")
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
