@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -31,7 +32,7 @@ from ..learner.attention import attend_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
 from ..quant.layers.layer import check_late_adapters, forget_training, outside_training
-from ..quant.names import base_model
+from ..quant.names import base_model, has_untied_head, untie
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
@@ -40,6 +41,9 @@ from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head, check_run
 from .engine import build_engine
 from .settings import LowBitConfig
+
+
+logger = get_logger(__name__)
 
 
 class LowBitMixin(CheckpointMixin, SharingMixin):
@@ -325,6 +329,11 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         args: The config of the run, with [`LowBitConfig`].
         plan: Which layers are quantized, and how; `None`: none.
     """
+    # Before the engine starts, and before anything is saved: both go by the config.
+    if plan is not None and has_untied_head(model):
+        logger.warning("The model has an output layer of its own: its config now says tie_word_embeddings=False.")
+        untie(base_model(model).config)
+
     if args.frozen:
         # The layers were quantized while they were loaded, before the model had its adapter.
         from ..quant.layers.frozen import align_adapters  # imports peft
