@@ -210,7 +210,8 @@ def check_target(path: str | os.PathLike) -> None:
 
     config = path / "config.json"
     if config.exists() and "quantization_config" not in json.loads(config.read_text()):
-        precious += [file.name for file in sorted(path.glob("*.safetensors"))]
+        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+            precious += [file.name for file in sorted(path.glob(pattern))]
 
     if precious:
         raise ValueError(

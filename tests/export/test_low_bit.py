@@ -376,6 +376,19 @@ def test_master_weights_are_not_overwritten(tiny_model, model, tmp_path):
     check_target(tmp_path / "low_bit")
 
 
+def test_the_config_beside_older_weights_is_not_overwritten(tiny_model, model, tmp_path):
+    """transformers reads these files, too, but not with the config of another model."""
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ValueError, match=r"unquantized model.*pytorch_model\.bin"):
+        save_low_bit(model, None, tmp_path)
+
+    # Control: without them the config belongs to nothing.
+    (tmp_path / "pytorch_model.bin").unlink()
+    save_low_bit(model, None, tmp_path)
+
+
 def test_what_a_killed_save_left_goes_with_the_next(model, tmp_path):
     (tmp_path / ".incoming-killed").mkdir()
     (tmp_path / ".incoming-killed" / "model.safetensors").write_text("half")
