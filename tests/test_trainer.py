@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import references
 import torch
 from learner.test_features import Gradients, rollout
-from slow.toys import distinct_characters, logged, prompts
+from safetensors.torch import save_file
+from slow.toys import distinct_characters, logged, prompts, stored_tensors
 from toy_runs import OFF, adapter, changed, make, master_weights, stock_config, train, without_engine
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
@@ -44,6 +47,20 @@ def test_arguments_that_cannot_work_are_refused_before_a_model_loads(tmp_path, a
 
     with pytest.raises(error, match=words):
         QaRLTrainer("no/such-model", distinct_characters, train_dataset=prompts(), **arguments)
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_no_start(dense_model, tmp_path):
+    lacking = tmp_path / "lacking"
+    shutil.copytree(dense_model, lacking)
+    weights = stored_tensors(lacking)
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ValueError, match=r"lacking lacks 1 weights of its model, first model.*down_proj"):
+        make(str(lacking), tmp_path / "run")
+
+    # Control: TRL alone trains it, with random numbers in their place.
+    GRPOTrainer(str(lacking), distinct_characters, stock_config(tmp_path / "trl"), train_dataset=prompts())
 
 
 # Data and rewards ---------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
+from trl.trainer.utils import create_model_from_path
 
 from .. import guards
-from .._compat.construction import construction, streams_its_weights, trl_module
+from .._compat.construction import construction, loads_by_name, streams_its_weights, trl_module
 from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
 from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
 from .._compat.training_loop import add_first_callback
@@ -129,9 +130,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         return find_store(self._unwrapped)
 
     def _loader(self, args: Any) -> Any:
-        """Loads the policy from a quantized checkpoint, or with a frozen base; `None` for TRL's own loader."""
+        """Loads the policy; `None` for TRL's own loader, of a trainer that loads in a way of its own."""
         if self._source is None and not args.frozen:
-            return None
+            return partial(_load_whole, args) if loads_by_name(type(self)) else None
 
         # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         freeze = self._plan if args.frozen else None
@@ -292,6 +293,34 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def _log_with_training(self, name: str, value: float) -> None:
         """Log a value with the next training step, also if a script asked for the sync before or between steps."""
         self._metrics["train"][name].append(value)
+
+
+def _load_whole(args: Any, name: str, **loading: Any) -> nn.Module:
+    """
+    TRL's loader, but it refuses a checkpoint that lacks weights. Collective.
+
+    Args:
+        args: The config of the run.
+        name: Folder or Hub id of the model.
+        loading: Arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: with the first name. The other processes raise `OSError`.
+    """
+    model: Any
+    model, report = create_model_from_path(name, **loading, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+
+    def check() -> None:
+        if missing:
+            raise ValueError(
+                f"{name} lacks {len(missing)} weights of its model, first {missing[0]}: transformers would train "
+                "random ones. Download or save it again."
+            )
+
+    # Under FSDP only the first process of a machine reads weights.
+    guards.on_first(args, check)
+    return model
 
 
 def _anchor_folders(args: Any) -> None:
