@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.checkpoints.rollout_buffer import RolloutBuffer
 from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.gemms import gemm
+from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.train import train as train_by_command
 
 
@@ -61,6 +63,45 @@ def test_a_checkpoint_that_lacks_a_weight_is_no_start(dense_model, tmp_path):
 
     # Control: TRL alone trains it, with random numbers in their place.
     GRPOTrainer(str(lacking), distinct_characters, stock_config(tmp_path / "trl"), train_dataset=prompts())
+
+
+class NoisyRollouts(QaRLTrainer):
+    """Samples with noise on its weights, written past autograd as in many a loop, and trains without."""
+
+    # The layers whose loss forward multiplied by other weights than its own.
+    stale: set[str] = set()
+
+    def _generate_and_score_completions(self, inputs):
+        weights = [parameter for name, parameter in self.model.named_parameters() if "proj" in name]
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.data.add_(0.05 * torch.randn_like(weight))
+
+        output = super()._generate_and_score_completions(inputs)
+        for weight, stored in zip(weights, before, strict=True):
+            weight.data.copy_(stored)
+        return output
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        for name, layer in quantized_modules(self.model):
+            used = layer.low_bit().quantized
+            if not torch.equal(used, quantize_weight(layer.weight.detach(), layer.scheme).quantized):
+                self.stale = self.stale | {name}
+        return loss
+
+
+def test_weights_that_a_subclass_samples_with_are_not_those_of_the_loss(dense_model, tmp_path, monkeypatch):
+    def stale(folder: str) -> set[str]:
+        args = QaRLConfig(**without_engine(tmp_path / folder, steps_per_generation=2, max_steps=2))
+        trainer = NoisyRollouts(dense_model, distinct_characters, args, train_dataset=prompts())
+        trainer.train()
+        return trainer.stale
+
+    assert not stale("told")
+    # Control: nobody tells the owner of the low-bit weights.
+    monkeypatch.setattr(RolloutBuffer, "micro_batches", None)
+    assert len(stale("untold")) == 7
 
 
 # Data and rewards ---------------------------------------------------------------------------------------------------

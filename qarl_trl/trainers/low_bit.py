@@ -159,9 +159,18 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _prepare_inputs(self, *args: Any) -> Any:
         """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
+        before = self._rollout_buffer.micro_batches
         # `_CheckLayers` asks whether a layer trained. Forwards in here run even if the loss bypasses the layer.
         with outside_training(self._unwrapped):
-            return super()._prepare_inputs(*args)
+            inputs = super()._prepare_inputs(*args)
+
+        # A user's class may sample with other weights and put its own back, as exploration by noise on them does.
+        # Through `param.data` that leaves no trace. Other classes need not quantize again.
+        is_of_user = type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
+        has_sampled = self._rollout_buffer.micro_batches is not before
+        if is_of_user and has_sampled and self.low_bit_store is not None:
+            self.low_bit_store.weights_changed()
+        return inputs
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         """
