@@ -112,6 +112,22 @@ def test_a_group_that_matches_nothing_is_an_error(tiny_model, scheme, options):
         apply_quantization(tiny_model(), scheme, **options)
 
 
+def test_a_layer_of_two_groups_is_refused(tiny_model):
+    """Of these two patterns vLLM takes the one that it reads first, and compressed-tensors the second."""
+    wide, narrow = "re:.*mlp.*", "re:.*down_proj$"
+    plan = QuantizationConfig(config_groups={"FP8_DYNAMIC": [wide], "W8A8": [narrow]})
+
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.down_proj' matches the targets .* several groups"):
+        apply_quantization(tiny_model(), plan)
+
+    # Control: a pattern beside a class, which comes last for all, and patterns that exclude each other.
+    for others in ("Linear", "re:.*mlp\\.(gate|up)_proj$"):
+        plan = QuantizationConfig(config_groups={"FP8_DYNAMIC": [others], "W8A8": [narrow]}, ignore=["lm_head"])
+        model = apply_quantization(tiny_model(), plan)
+        assert model.model.layers[0].mlp.down_proj.scheme.input_activations.type == "int"
+        assert model.model.layers[0].mlp.up_proj.scheme.input_activations.type == "float"
+
+
 def test_a_model_that_is_quantized_already_is_refused(tiny_model):
     model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
 
