@@ -20,7 +20,7 @@ from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_kno
 from .layers.layer import quantized_modules
 from .names import base_model, checkpoint_modules
 from .patterns import check_patterns, patterns_of
-from .scheme import effective_group_size, has_global_scale, scheme_for, support_of
+from .scheme import ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
 from .sharding.shards import shape_of
 
 
@@ -241,6 +241,14 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: lis
     # A subclass may have another forward, which the new class would silently drop.
     if not layer.has_experts and type(layer.base) is not nn.Linear:
         raise ValueError(f"{layer.name!r} must be nn.Linear or in quant_ignore, got {type(layer.base)}.")
+
+    # A quant_ignore of the user's replaces the default.
+    routers = match_targets(layer.name, layer.base, ROUTERS)
+    if routers:
+        raise ValueError(
+            f"{layer.name!r} must stay in high precision, as engines have it: it weighs experts. Add {routers[0]!r} "
+            "to quant_ignore."
+        )
 
     for parameter, names in layer.weights.items():
         weight = getattr(layer.base, parameter)
