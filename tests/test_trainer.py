@@ -20,6 +20,7 @@ from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.gemms import gemm
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.train import train as train_by_command
+from qarl_trl.trainers.low_bit import load_whole
 
 
 def test_a_run_that_ends_without_an_update_is_an_error(dense_model, tmp_path):
@@ -63,6 +64,15 @@ def test_a_checkpoint_that_lacks_a_weight_is_no_start(dense_model, tmp_path):
 
     # Control: TRL alone trains it, with random numbers in their place.
     GRPOTrainer(str(lacking), distinct_characters, stock_config(tmp_path / "trl"), train_dataset=prompts())
+
+
+def test_a_reward_model_may_get_a_new_head(dense_model, tmp_path):
+    """TRL's trainer of reward models names the class."""
+    args = QaRLConfig(**without_engine(tmp_path))
+
+    model = load_whole(args, dense_model, AutoModelForSequenceClassification, num_labels=1)
+
+    assert model.score.weight.shape[0] == 1
 
 
 class NoisyRollouts(QaRLTrainer):

@@ -132,7 +132,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def _loader(self, args: Any) -> Any:
         """Loads the policy; `None` for TRL's own loader, of a trainer that loads in a way of its own."""
         if self._source is None and not args.frozen:
-            return partial(_load_whole, args) if loads_by_name(type(self)) else None
+            return partial(load_whole, args) if loads_by_name(type(self)) else None
 
         # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         freeze = self._plan if args.frozen else None
@@ -304,18 +304,22 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._metrics["train"][name].append(value)
 
 
-def _load_whole(args: Any, name: str, **loading: Any) -> nn.Module:
+def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.Module:
     """
     TRL's loader, but it refuses a checkpoint that lacks weights. Collective.
 
     Args:
         args: The config of the run.
         name: Folder or Hub id of the model.
+        architecture: The class, which TRL names for a reward model: its head is new.
         loading: Arguments of `from_pretrained`.
 
     Raises:
         ValueError: with the first name. The other processes raise `OSError`.
     """
+    if architecture:
+        return create_model_from_path(name, *architecture, **loading)
+
     model: Any
     model, report = create_model_from_path(name, **loading, output_loading_info=True)
     missing = sorted(report["missing_keys"])
