@@ -349,6 +349,37 @@ def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_pat
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
 
 
+@pytest.mark.parametrize(
+    ("place", "weight", "words"),
+    [
+        ("base", "model.layers.0.mlp.up_proj.weight", r"base has not the weights .* first model.*up_proj"),
+        ("adapter", "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight", "adapter lacks weights"),
+    ],
+)
+def test_export_of_an_adapter_without_all_weights_is_refused(checkpoint, tmp_path, place, weight, words):
+    """transformers fills a lost weight with random numbers, and peft leaves the layer as it was."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base = tmp_path / "base"
+    shutil.copytree(checkpoint, base)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapter = tmp_path / "adapter"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(adapter)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(adapter)
+    cli.run(["export", str(adapter), str(tmp_path / "control")])
+
+    (file,) = (tmp_path / place).glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[weight]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    with pytest.raises(ValueError, match=words):
+        cli.run(["export", str(adapter), str(tmp_path / "out")])
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
 def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
     cli.main(["export", str(checkpoint), str(tmp_path / "once"), "--scheme", "FP8_DYNAMIC"])
 

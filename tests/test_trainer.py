@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import references
 import torch
 from learner.test_features import Gradients, rollout
-from slow.toys import distinct_characters, logged, prompts
+from safetensors.torch import save_file
+from slow.toys import distinct_characters, logged, prompts, stored_tensors
 from toy_runs import OFF, adapter, changed, make, master_weights, stock_config, train, without_engine
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.checkpoints.rollout_buffer import RolloutBuffer
 from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.gemms import gemm
+from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.train import train as train_by_command
+from qarl_trl.trainers.low_bit import load_whole
 
 
 def test_a_run_that_ends_without_an_update_is_an_error(dense_model, tmp_path):
@@ -44,6 +50,68 @@ def test_arguments_that_cannot_work_are_refused_before_a_model_loads(tmp_path, a
 
     with pytest.raises(error, match=words):
         QaRLTrainer("no/such-model", distinct_characters, train_dataset=prompts(), **arguments)
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_no_start(dense_model, tmp_path):
+    lacking = tmp_path / "lacking"
+    shutil.copytree(dense_model, lacking)
+    weights = stored_tensors(lacking)
+    del weights["model.layers.0.mlp.down_proj.weight"]
+    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ValueError, match=r"lacking lacks 1 weights of its model, first model.*down_proj"):
+        make(str(lacking), tmp_path / "run")
+
+    # Control: TRL alone trains it, with random numbers in their place.
+    GRPOTrainer(str(lacking), distinct_characters, stock_config(tmp_path / "trl"), train_dataset=prompts())
+
+
+def test_a_reward_model_may_get_a_new_head(dense_model, tmp_path):
+    """TRL's trainer of reward models names the class."""
+    args = QaRLConfig(**without_engine(tmp_path))
+
+    model = load_whole(args, dense_model, AutoModelForSequenceClassification, num_labels=1)
+
+    assert model.score.weight.shape[0] == 1
+
+
+class NoisyRollouts(QaRLTrainer):
+    """Samples with noise on its weights, written past autograd as in many a loop, and trains without."""
+
+    # The layers whose loss forward multiplied by other weights than its own.
+    stale: set[str] = set()
+
+    def _generate_and_score_completions(self, inputs):
+        weights = [parameter for name, parameter in self.model.named_parameters() if "proj" in name]
+        before = [weight.detach().clone() for weight in weights]
+        for weight in weights:
+            weight.data.add_(0.05 * torch.randn_like(weight))
+
+        output = super()._generate_and_score_completions(inputs)
+        for weight, stored in zip(weights, before, strict=True):
+            weight.data.copy_(stored)
+        return output
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        for name, layer in quantized_modules(self.model):
+            used = layer.low_bit().quantized
+            if not torch.equal(used, quantize_weight(layer.weight.detach(), layer.scheme).quantized):
+                self.stale = self.stale | {name}
+        return loss
+
+
+def test_weights_that_a_subclass_samples_with_are_not_those_of_the_loss(dense_model, tmp_path, monkeypatch):
+    def stale(folder: str) -> set[str]:
+        args = QaRLConfig(**without_engine(tmp_path / folder, steps_per_generation=2, max_steps=2))
+        trainer = NoisyRollouts(dense_model, distinct_characters, args, train_dataset=prompts())
+        trainer.train()
+        return trainer.stale
+
+    assert not stale("told")
+    # Control: nobody tells the owner of the low-bit weights.
+    monkeypatch.setattr(RolloutBuffer, "micro_batches", None)
+    assert len(stale("untold")) == 7
 
 
 # Data and rewards ---------------------------------------------------------------------------------------------------

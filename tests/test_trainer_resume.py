@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from toy_runs import adapter, changed, make, master_weights, without_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.checkpoints.folder import read_manifest
 from qarl_trl.quant import iter_low_bit_weights
 from qarl_trl.quant.layers.frozen import adapter_tensors
 
@@ -35,6 +37,37 @@ def resume(
     trainer = make(model, folder, peft_config, **STEPWISE, **changes)
     trainer.train(resume_from_checkpoint=str(checkpoint))
     return trainer
+
+
+# Nine micro-batches an epoch, in rollout batches of three and updates of two: the last update of an epoch has one.
+UNEVEN = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 2}
+
+
+def uneven(model: str, folder: Path, checkpoint: str | None = None, **changes) -> QaRLTrainer:
+    """A run of two epochs of five updates, from the beginning or from a checkpoint."""
+    args = QaRLConfig(**without_engine(folder, **UNEVEN | changes))
+    trainer = QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(9))
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+def updates_from_0(trainer: QaRLTrainer) -> list[int]:
+    """The updates of a rollout batch if all before were whole."""
+    start = trainer._step - trainer._step % 3
+    return [step // 2 for step in range(start, start + 3)]
+
+
+def test_after_an_update_that_was_cut_short_a_run_resumes_bit_for_bit(dense_model, tmp_path, monkeypatch):
+    def distance(folder: Path) -> set[str]:
+        straight = uneven(dense_model, folder, save_strategy="steps", save_steps=5)
+        resumed = uneven(dense_model, folder / "resumed", str(folder / "checkpoint-5"))
+        assert straight.state.global_step == resumed.state.global_step == 10
+        return changed(master_weights(straight), master_weights(resumed))
+
+    assert not distance(tmp_path / "counted")
+    # Control: micro-batches share other passes, which round otherwise.
+    monkeypatch.setattr(QaRLTrainer, "_updates_of_rollout", updates_from_0)
+    assert distance(tmp_path / "from_0")
 
 
 @pytest.mark.parametrize(
@@ -238,6 +271,55 @@ def test_a_schedule_that_cannot_be_computed_anew_takes_no_new_rate(dense_model, 
     resumed = run("c", 1e-3)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert logged(resumed, "learning_rate")[-1] == 1e-3 / 8
+
+
+class CountingSgd(torch.optim.Optimizer):
+    """SGD whose steps shrink with their number, which it keeps in its groups, as Prodigy does."""
+
+    def __init__(self, parameters, rate, decay=0.0):
+        super().__init__(parameters, {"lr": rate, "decay": decay, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["decay"])
+                parameter.add_(parameter.grad, alpha=-group["lr"] / group["steps"])
+
+
+def test_what_an_optimizer_counts_in_its_groups_goes_on_and_its_changed_settings_count(dense_model, tmp_path):
+    def run(folder: str, decay: float = 0.0, checkpoint: Path | None = None, **changes) -> QaRLTrainer:
+        args = QaRLConfig(**without_engine(tmp_path / folder, **STEPWISE, **changes))
+        model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+        optimizers = (CountingSgd(model.parameters(), 1e-2, decay), None)
+        trainer = QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=optimizers)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    straight = run("straight", save_strategy="steps", save_steps=2)
+    checkpoint = tmp_path / "straight" / "checkpoint-2"
+
+    resumed = run("resumed", checkpoint=checkpoint)
+    (group,) = resumed.optimizer.param_groups
+    assert group["steps"] == 4
+    assert not changed(master_weights(straight), master_weights(resumed))
+    # A resumed run saves what its optimizer was made with, and not what it loaded.
+    run("again", checkpoint=checkpoint, save_strategy="steps", save_steps=3)
+    saved = read_manifest(tmp_path / "again" / "checkpoint-3")
+    assert saved["optimizer_began_with"] == read_manifest(checkpoint)["optimizer_began_with"]
+
+    decayed = run("decayed", decay=0.5, checkpoint=checkpoint)
+    (group,) = decayed.optimizer.param_groups
+    assert (group["decay"], group["steps"]) == (0.5, 4)
+
+    # Control: without what the optimizer began with, its counter is taken for a setting.
+    path = checkpoint / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_began_with": None}))
+    reset = run("reset", checkpoint=checkpoint)
+    (group,) = reset.optimizer.param_groups
+    assert group["steps"] == 2
+    assert changed(master_weights(straight), master_weights(reset))
 
 
 def test_a_new_number_of_micro_batches_trains_on_whole_rollout_batches(dense_model, tmp_path):

@@ -19,6 +19,8 @@ from transformers.distributed.utils import is_local_dist_rank_0
 # Where TRL's trainers that have an engine import its class from, if they import it late. A name, because importing the
 # module imports vLLM, which the checks of settings do not need.
 ENGINE_HOME = "trl.generation.vllm_generation"
+# By which TRL's trainers load models that are given by name.
+_LOADER = "create_model_from_path"
 
 
 def trl_module(trainer_class: type) -> str:
@@ -36,6 +38,16 @@ def trl_module(trainer_class: type) -> str:
         if base.__module__.startswith("trl."):
             return base.__module__
     raise TypeError(f"{trainer_class.__name__} must subclass a trainer of TRL.")
+
+
+def loads_by_name(trainer_class: type) -> bool:
+    """
+    Whether a TRL trainer loads a model that is given by name with TRL's own function.
+
+    Args:
+        trainer_class: A subclass of a trainer of TRL.
+    """
+    return hasattr(import_module(trl_module(trainer_class)), _LOADER)
 
 
 def streams_its_weights(trainer_class: type) -> bool:
@@ -85,7 +97,7 @@ def construction(
         # On a class of accelerate, not in TRL's module: TRL calls it as a method.
         stack.enter_context(_prepared_teacher())
         if load is not None:
-            stack.enter_context(patch(f"{module.__name__}.create_model_from_path", load))
+            stack.enter_context(patch(f"{module.__name__}.{_LOADER}", load))
         yield
 
 

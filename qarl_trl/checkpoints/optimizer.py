@@ -11,6 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..quant.names import plain_name
 
 
+# What a schedule computes from, and what it computed last.
+_RATES = ("lr", "initial_lr")
+
+
 def trained_fact(optimizer: Any, model: nn.Module) -> str:
     """
     The number of parameters that an optimizer trains, and a digest of their names and order.
@@ -29,6 +33,22 @@ def trained_fact(optimizer: Any, model: nn.Module) -> str:
     return f"{sum(map(len, trained))} parameters, {content}"
 
 
+def made_fact(optimizer: Any) -> list[dict[str, str]]:
+    """
+    What an optimizer has in its groups when it is made, as texts by name, for the manifest of a checkpoint.
+
+    Some optimizers count in their groups (Prodigy, D-Adaptation, the schedule-free ones). In a resumed run their
+    counters start again, as settings that changed would; what each began with tells the two apart.
+
+    Args:
+        optimizer: An optimizer before its first step, also one that accelerate wraps.
+    """
+    made = []
+    for group in settings_of_groups(optimizer):
+        made.append({name: repr(value) for name, value in group.items()})
+    return made
+
+
 def settings_of_groups(optimizer: Any) -> list[dict[str, Any]]:
     """
     What an optimizer has in its groups beside the parameters: rate, weight decay, betas and so on.
@@ -42,6 +62,32 @@ def settings_of_groups(optimizer: Any) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
+def changed_settings_of_groups(
+    settings: list[dict[str, Any]], before: list[dict[str, str]] | None, now: list[dict[str, str]] | None
+) -> list[dict[str, Any]]:
+    """
+    The settings that a run must give to the groups of its loaded optimizer. What both runs began with is left out: the
+    checkpoint has it, or a counter that began so.
+
+    Args:
+        settings: Those of the run, from [`settings_of_groups`].
+        before: What the optimizer of the checkpoint began with, from [`made_fact`]; `None`: an earlier version did
+            not write it, and all settings are given.
+        now: What the optimizer of the run began with; `None` if nobody noted it.
+
+    Returns:
+        Settings of each group, by name. Rates are always among them.
+    """
+    if before is None or now is None:
+        return settings
+
+    changed = []
+    for of_run, began, begins in zip(settings, before, now, strict=True):
+        kept = {name for name in begins if name not in _RATES and began.get(name) == begins[name]}
+        changed.append({name: value for name, value in of_run.items() if name not in kept})
+    return changed
+
+
 def apply_settings(settings: list[dict[str, Any]], optimizer: Any, schedule: Any) -> None:
     """
     Give an optimizer and its schedule, which were loaded from a checkpoint, the settings of the run that resumes.
@@ -49,7 +95,7 @@ def apply_settings(settings: list[dict[str, Any]], optimizer: Any, schedule: Any
     Unchanged settings give the learning rate of the checkpoint, bit for bit.
 
     Args:
-        settings: Those of the run, from [`settings_of_groups`] before the checkpoint was loaded.
+        settings: Those of the run, from [`changed_settings_of_groups`].
         optimizer: The optimizer, with the state of the checkpoint.
         schedule: The schedule, at the step of the checkpoint.
 

@@ -34,6 +34,8 @@ SETTINGS = "settings"
 WITHIN_BATCH = "within_rollout_batch"
 # The parameters that the optimizer trains, known only when the run has one.
 TRAINED = "trained"
+# What the optimizer began with.
+MADE = "optimizer_began_with"
 # The entry of the reward functions among the settings. It is in no config.
 REWARDS = "reward_funcs"
 # About so many numbers of each loaded weight are compared.
@@ -168,6 +170,13 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
     # Not every trainer of TRL has a reference model that follows the policy.
     if getattr(args, "sync_ref_model", False):
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
+    # transformers saves a dummy in place of an optimizer for each layer, and AdaLomo keeps its moments to itself.
+    optimizer = getattr(args.optim, "value", args.optim)
+    if optimizer.endswith("_layerwise") or optimizer == "adalomo":
+        raise ValueError(
+            f"optim={optimizer!r} cannot be resumed: its state is in no checkpoint. Start a new run with the "
+            "checkpoint as the model, or use another optimizer."
+        )
 
     stored = read_manifest(Path(checkpoint))
     # DeepSpeed keeps the scheduler in files of its own.

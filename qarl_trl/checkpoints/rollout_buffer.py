@@ -37,6 +37,11 @@ class RolloutBuffer:
         return hasattr(self._trainer, "_buffered_inputs")
 
     @property
+    def micro_batches(self) -> Any:
+        """The micro-batches of the current rollout batch; `None` before the first one, and without any."""
+        return getattr(self._trainer, "_buffered_inputs", None)
+
+    @property
     def in_batch(self) -> bool:
         """Whether the trainer is in the middle of a rollout batch, so that its rest is still to be trained on."""
         if not self.exists:

@@ -26,8 +26,8 @@ from .changes import rows_per_update
 from .folder import INCOMING, commit, read_manifest, rotate
 from .lock import holding
 from .model import ModelMixin
-from .optimizer import apply_settings, settings_of_groups, trained_fact
-from .resume import SETTINGS, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path
+from .optimizer import apply_settings, changed_settings_of_groups, made_fact, settings_of_groups, trained_fact
+from .resume import MADE, SETTINGS, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 
@@ -47,11 +47,13 @@ class CheckpointMixin(ModelMixin):
         _identity: The facts that identify the run in its manifests.
         _sampler: The sampler of the training set.
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
+        _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
     """
 
     _identity: dict[str, Any]
     _sampler: Any = None
     _owns_checkpoints = False
+    _made: list[dict[str, str]] | None = None
 
     # What it needs of `LowBitMixin`, beside it:
     low_bit_store: LowBitStore | None
@@ -169,6 +171,7 @@ class CheckpointMixin(ModelMixin):
         facts = self._identity | {
             WITHIN_BATCH: self._rollout_buffer.in_batch,
             TRAINED: trained_fact(self.optimizer, self._unwrapped),
+            MADE: self._made,
         }
 
         try:
@@ -256,6 +259,17 @@ class CheckpointMixin(ModelMixin):
             )
         return place
 
+    def _prepare_for_training(self, *args: Any) -> tuple:
+        """The Trainer's method, which makes the optimizer, and in a resumed run loads its state."""
+        prepared = super()._prepare_for_training(*args)
+        self._note_optimizer()
+        return prepared
+
+    def _note_optimizer(self) -> None:
+        """Keep what the optimizer began with. A second call of `train` finds one that has counted on."""
+        if self._made is None:
+            self._made = made_fact(self.optimizer)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """
         The Trainer's method, which takes learning rate, schedule and so on from the checkpoint. Here they are the
@@ -267,9 +281,13 @@ class CheckpointMixin(ModelMixin):
             return
 
         self._check_trained(checkpoint)
+        self._note_optimizer()
         settings = settings_of_groups(self.optimizer)
         super()._load_optimizer_and_scheduler(checkpoint)
-        apply_settings(settings, self.optimizer, self.lr_scheduler)
+
+        before = read_manifest(Path(checkpoint)).get(MADE)
+        changed = changed_settings_of_groups(settings, before, self._made)
+        apply_settings(changed, self.optimizer, self.lr_scheduler)
 
     def _check_trained(self, checkpoint: str) -> None:
         """Refuse (`ValueError`) a checkpoint whose optimizer trained other parameters."""

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ..quant.layers.experts import QuantExperts, expert_modules
 from ..quant.layers.layer import LowBitLayer, quantized_modules
-from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming
+from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming, has_untied_head, untie
 from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
 from ..quant.store import iter_low_bit_weights
@@ -210,7 +210,8 @@ def check_target(path: str | os.PathLike) -> None:
 
     config = path / "config.json"
     if config.exists() and "quantization_config" not in json.loads(config.read_text()):
-        precious += [file.name for file in sorted(path.glob("*.safetensors"))]
+        for pattern in ("*.safetensors", "pytorch_model*.bin"):
+            precious += [file.name for file in sorted(path.glob(pattern))]
 
     if precious:
         raise ValueError(
@@ -242,6 +243,8 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
     # transformers' `save_pretrained` of a model would write the class; that of a config does not know it.
     config.architectures = [type(model).__name__]
     config.quantization_config = quant_config
+    if has_untied_head(model):
+        untie(config)
     config.save_pretrained(folder)
 
     if getattr(model, "generation_config", None) is not None:

@@ -13,14 +13,14 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from compressed_tensors.utils import match_targets
+from compressed_tensors.utils import match_name, match_targets
 from torch import nn
 
 from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_known_layout, layer_names, layout_of
 from .layers.layer import quantized_modules
 from .names import base_model, checkpoint_modules
 from .patterns import check_patterns, patterns_of
-from .scheme import effective_group_size, has_global_scale, scheme_for, support_of
+from .scheme import ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
 from .sharding.shards import shape_of
 
 
@@ -77,6 +77,9 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
             weights = {"weight": [name]}
             scheme = scheme_for(name, base, plan)
         if scheme is not None:
+            for layers in weights.values():
+                for layer in layers:
+                    _check_one_group(layer, plan)
             matched.append(Matched(name, module, base, scheme, weights))
 
     groups = list(plan.config_groups.values())
@@ -89,6 +92,25 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
             f"The model has matrices in {_classes_with_matrices(model)}; only Linear can be quantized."
         )
     return matched
+
+
+def _check_one_group(layer: str, plan: QuantizationConfig) -> None:
+    """
+    Refuse (`ValueError`) a layer whose name matches targets of two groups: compressed-tensors takes the group of the
+    first by the alphabet, a name before a pattern, and vLLM that of the first in the checkpoint.
+    """
+    by_target = {}
+    for group in plan.config_groups.values():
+        by_target.update(dict.fromkeys(group.targets, group))
+
+    # Names of classes come after them everywhere.
+    hits = [target for target in by_target if match_name(layer, target)]
+    groups = {id(by_target[target]) for target in hits}
+    if len(groups) > 1:
+        raise ValueError(
+            f"{layer!r} matches the targets {hits} of several groups, of which engines may take another one than the "
+            "learner. Write targets that exclude each other."
+        )
 
 
 def _check_patterns(
@@ -219,6 +241,14 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: lis
     # A subclass may have another forward, which the new class would silently drop.
     if not layer.has_experts and type(layer.base) is not nn.Linear:
         raise ValueError(f"{layer.name!r} must be nn.Linear or in quant_ignore, got {type(layer.base)}.")
+
+    # A quant_ignore of the user's replaces the default.
+    routers = match_targets(layer.name, layer.base, ROUTERS)
+    if routers:
+        raise ValueError(
+            f"{layer.name!r} must stay in high precision, as engines have it: it weighs experts. Add {routers[0]!r} "
+            "to quant_ignore."
+        )
 
     for parameter, names in layer.weights.items():
         weight = getattr(layer.base, parameter)

@@ -24,6 +24,28 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if is_peft_model(model) else model
 
 
+def has_untied_head(model: PreTrainedModel) -> bool:
+    """
+    Whether the output layer of a model has a matrix of its own, and its config says that it has that of the embedding.
+
+    transformers loads both matrices if a checkpoint has two. An engine goes by the config, and reads one.
+
+    Args:
+        model: The model, or a `PeftModel`.
+    """
+    model = base_model(model)
+    head = model.get_output_embeddings()
+    if head is None or not model.config.get_text_config().tie_word_embeddings:
+        return False
+    return head.weight is not model.get_input_embeddings().weight
+
+
+def untie(config: PretrainedConfig) -> None:
+    """Let a config say that the output layer has a matrix of its own. It is changed in place."""
+    for part in (config, config.get_text_config()):
+        part.tie_word_embeddings = False
+
+
 def adapter_configs(model: str | nn.Module, peft_config: Any) -> list[Any]:
     """
     The configurations of the adapters that a run has or will have.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -153,32 +154,32 @@ def _find_source(args: argparse.Namespace) -> ExportSource:
 
 def _full_checkpoint(name: str) -> ExportSource:
     """A model with all its weights, in high precision."""
-    from transformers import AutoModelForCausalLM
-
     from ..quant.source import quantized_source
 
     if quantized_source(name) is not None:
         # Rounding low bits once more would give another model than the one that was trained.
         raise ValueError(f"{name} is quantized already. Give the checkpoint that holds the master weights.")
 
-    def load() -> Any:
-        model, report = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True)
-        # transformers makes up random weights for them, and only prints a table.
-        wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-        if wrong:
-            raise ValueError(
-                f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
-                f"shape, first {wrong[0]}."
-            )
-        return model
+    return ExportSource(base=name, load=partial(_load_whole, name))
 
-    return ExportSource(base=name, load=load)
+
+def _load_whole(name: str, **hub: Any) -> Any:
+    """A model in high precision; `ValueError` if its checkpoint lacks weights. `hub` may have the revision."""
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True, **hub)
+    # transformers makes up random weights for them, and only prints a table.
+    wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if wrong:
+        raise ValueError(
+            f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
+            f"shape, first {wrong[0]}."
+        )
+    return model
 
 
 def _adapter(args: argparse.Namespace) -> ExportSource:
     """A LoRA adapter, to be merged into its base."""
-    from peft import AutoPeftModelForCausalLM
-
     from ..export.files import base_of
     from ..quant.source import quantized_source
 
@@ -188,9 +189,32 @@ def _adapter(args: argparse.Namespace) -> ExportSource:
     if quantized_base is not None:
         return _adapter_of_quantized_base(args, quantized_base, hub)
 
-    # PEFT finds the base and its revision by itself.
-    load = partial(AutoPeftModelForCausalLM.from_pretrained, args.checkpoint, dtype="auto")
-    return ExportSource(base=base, load=load)
+    return ExportSource(base=base, load=partial(_load_onto_whole_base, base, args.checkpoint, hub))
+
+
+def _load_onto_whole_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
+    """The adapter as a `PeftModel`, on its base in high precision."""
+    from transformers import AutoTokenizer
+
+    # Not by PEFT's class for both, which would take a base that lacks weights.
+    model = _load_whole(base, **hub)
+    # As that class does: a training may have added tokens.
+    tokens = len(AutoTokenizer.from_pretrained(adapter))
+    if tokens > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(tokens)
+    return _with_adapter(model, adapter)
+
+
+def _with_adapter(model: Any, adapter: str) -> Any:
+    """A model with the adapter in a folder; `ValueError` if that lacks weights, of which PEFT only warns."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, adapter)
+        except UserWarning as warning:
+            raise ValueError(f"{adapter} lacks weights of its adapter: {warning} Copy or save it again.") from warning
 
 
 def _adapter_of_quantized_base(
@@ -218,13 +242,10 @@ def _adapter_of_quantized_base(
 
 def _load_onto_quantized_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
     """The adapter as a `PeftModel`, on the base's low bits as high-precision weights."""
-    from peft import PeftModel
-
     from ..quant.start import load_master_weights
 
     # PEFT would load the base by transformers, whose model has no weights that could be quantized again.
-    model = load_master_weights(base, dtype="auto", **hub)
-    return PeftModel.from_pretrained(model, adapter)
+    return _with_adapter(load_master_weights(base, dtype="auto", **hub), adapter)
 
 
 def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -> float:

@@ -11,13 +11,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
+from trl.trainer.utils import create_model_from_path
 
 from .. import guards
-from .._compat.construction import construction, streams_its_weights, trl_module
+from .._compat.construction import construction, loads_by_name, streams_its_weights, trl_module
 from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
 from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
 from .._compat.training_loop import add_first_callback
@@ -31,7 +33,7 @@ from ..learner.attention import attend_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..quant.convert import apply_quantization
 from ..quant.layers.layer import check_late_adapters, forget_training, outside_training
-from ..quant.names import base_model
+from ..quant.names import base_model, has_untied_head, untie
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
@@ -40,6 +42,9 @@ from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head, check_run
 from .engine import build_engine
 from .settings import LowBitConfig
+
+
+logger = get_logger(__name__)
 
 
 class LowBitMixin(CheckpointMixin, SharingMixin):
@@ -125,9 +130,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         return find_store(self._unwrapped)
 
     def _loader(self, args: Any) -> Any:
-        """Loads the policy from a quantized checkpoint, or with a frozen base; `None` for TRL's own loader."""
+        """Loads the policy; `None` for TRL's own loader, of a trainer that loads in a way of its own."""
         if self._source is None and not args.frozen:
-            return None
+            return partial(load_whole, args) if loads_by_name(type(self)) else None
 
         # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         freeze = self._plan if args.frozen else None
@@ -154,9 +159,18 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _prepare_inputs(self, *args: Any) -> Any:
         """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
+        before = self._rollout_buffer.micro_batches
         # `_CheckLayers` asks whether a layer trained. Forwards in here run even if the loss bypasses the layer.
         with outside_training(self._unwrapped):
-            return super()._prepare_inputs(*args)
+            inputs = super()._prepare_inputs(*args)
+
+        # A user's class may sample with other weights and put its own back, as exploration by noise on them does.
+        # Through `param.data` that leaves no trace. Other classes need not quantize again.
+        is_of_user = type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
+        has_sampled = self._rollout_buffer.micro_batches is not before
+        if is_of_user and has_sampled and self.low_bit_store is not None:
+            self.low_bit_store.weights_changed()
+        return inputs
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         """
@@ -290,6 +304,38 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._metrics["train"][name].append(value)
 
 
+def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.Module:
+    """
+    TRL's loader, but it refuses a checkpoint that lacks weights. Collective.
+
+    Args:
+        args: The config of the run.
+        name: Folder or Hub id of the model.
+        architecture: The class, which TRL names for a reward model: its head is new.
+        loading: Arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: with the first name. The other processes raise `OSError`.
+    """
+    if architecture:
+        return create_model_from_path(name, *architecture, **loading)
+
+    model: Any
+    model, report = create_model_from_path(name, **loading, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+
+    def check() -> None:
+        if missing:
+            raise ValueError(
+                f"{name} lacks {len(missing)} weights of its model, first {missing[0]}: transformers would train "
+                "random ones. Download or save it again."
+            )
+
+    # Under FSDP only the first process of a machine reads weights.
+    guards.on_first(args, check)
+    return model
+
+
 def _anchor_folders(args: Any) -> None:
     """
     Make the folders of a run absolute.
@@ -325,6 +371,11 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         args: The config of the run, with [`LowBitConfig`].
         plan: Which layers are quantized, and how; `None`: none.
     """
+    # Before the engine starts, and before anything is saved: both go by the config.
+    if plan is not None and has_untied_head(model):
+        logger.warning("The model has an output layer of its own: its config now says tie_word_embeddings=False.")
+        untie(base_model(model).config)
+
     if args.frozen:
         # The layers were quantized while they were loaded, before the model had its adapter.
         from ..quant.layers.frozen import align_adapters  # imports peft

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from .._compat.rollout_batch import is_text, shuffled_in
 from .._compat.training_loop import accumulating
@@ -35,11 +36,13 @@ class PackedMixin:
         _groups: Which micro-batches of an update share a pass; `None` if each has its own, as for a user's class that
             looks at each loss.
         _loss_forward: Carries the forward of a pass into the losses of the micro-batches that shared it.
+        _update_began_at: TRL's `_step` at the first micro-batch of the current update.
     """
 
     _passes: PackedPasses | None = None
     _groups: MicroBatchGroups | None = None
     _loss_forward: LossForward
+    _update_began_at = 0
 
     def _choose_passes(self) -> None:
         """Choose between padded and packed passes, by the settings; at the end of the constructor."""
@@ -61,6 +64,7 @@ class PackedMixin:
 
         if not _looks_at_micro_batches(type(self)):
             self._groups = MicroBatchGroups(self._passes.merge)
+            self.add_callback(_AtUpdate(self._note_update))
         elif self.args.gradient_accumulation_steps > 1:
             logger.warning(
                 "%s has a compute_loss or a training_step of its own, so each micro-batch runs in a pass of its own. "
@@ -142,12 +146,18 @@ class PackedMixin:
         """The rows of the current rollout batch in the order of its micro-batches, int64 `(rows,)`."""
         return row_order(rows, self.args.seed, self.state.global_step, self.accelerator.process_index)
 
+    def _note_update(self) -> None:
+        self._update_began_at = self._step
+
     def _updates_of_rollout(self) -> list[int]:
-        """For each micro-batch of the current rollout batch the number of its update."""
+        """For each micro-batch of the current rollout batch the number of its update, counted from the current one."""
         micro_batches = self.args.steps_per_generation
         # TRL's `_step` counts micro-batches of the whole run, and a rollout batch begins at a multiple of this number.
         start = self._step - self._step % micro_batches
-        return [step // self.args.gradient_accumulation_steps for step in range(start, start + micro_batches)]
+
+        # Not from 0: the last update of an epoch may have been cut short, and a resumed run may count anew.
+        first = start - self._update_began_at
+        return [place // self.args.gradient_accumulation_steps for place in range(first, first + micro_batches)]
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
@@ -218,6 +228,16 @@ class PackedMixin:
         arguments = inspect.signature(super()._get_per_token_logps_and_entropies).parameters
         has_only_text = is_text({name: inputs.get(name) for name in arguments})
         return has_only_text and self._passes is not None and self._passes.packs(model)
+
+
+class _AtUpdate(TrainerCallback):
+    """Calls a function before the first micro-batch of each update."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._function()
 
 
 def _looks_at_micro_batches(trainer_class: type) -> bool:

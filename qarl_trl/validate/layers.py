@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..learner.probe import layers_that_run_on
-from ..quant.convert import apply_quantization
+from ..quant.convert import MERGED_BY_ENGINES, apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer
 from ..quant.names import checkpoint_modules
@@ -71,6 +71,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
     check_head(model)
     if plan is not None:
         _warn_of_ignored(model, plan)
+        _warn_of_merged(model)
 
     has_experts = any(isinstance(module, QuantExperts) for module in model.modules())
     if has_experts and args.has_engine and args.device.type == "cpu":
@@ -97,6 +98,32 @@ def _warn_of_ignored(model: nn.Module, plan: QuantizationConfig) -> None:
     unused = [pattern for pattern in of_user if not any(match_targets(*named, [pattern]) for named in modules)]
     if unused:
         logger.warning(f"quant_ignore: {unused} match no module of the model, so they keep nothing in high precision.")
+
+
+def _warn_of_merged(model: nn.Module) -> None:
+    """Warn of layers that vLLM merges into one matrix, and that are quantized otherwise than each other."""
+    for name, parent in model.named_modules():
+        for merged in MERGED_BY_ENGINES:
+            members = [getattr(parent, local, None) for local in merged]
+            # Others may have such a name, too, as a function.
+            if not all(isinstance(member, nn.Linear) for member in members):
+                continue
+
+            first, *others = [_arithmetic_of(member) for member in members]
+            if any(other != first for other in others):
+                logger.warning(
+                    f"{name}: vLLM merges {', '.join(merged)} into one matrix for most models, and then serves the "
+                    "model only if all of them are quantized alike, or none. Change quant_ignore, or the targets of "
+                    "quant_recipe."
+                )
+                return
+
+
+def _arithmetic_of(layer: Any) -> tuple[Any, Any] | None:
+    """How the weights and inputs of a layer are quantized; `None` for a layer in high precision."""
+    if not isinstance(layer, LowBitLayer):
+        return None
+    return layer.scheme.weights, layer.scheme.input_activations
 
 
 def _check_aligned(model: nn.Module, adapter: Any) -> None:

@@ -121,6 +121,11 @@ def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
         resume_path("true", args, {"model": "a", "world_size": 1})
     with pytest.raises(ValueError, match="sync_ref_model"):
         resume_path("true", config(tmp_path, sync_ref_model=True, beta=0.1))
+    for optimizer in ("adalomo", "galore_adamw_layerwise"):
+        with pytest.raises(ValueError, match=f"{optimizer}.*its state is in no checkpoint"):
+            resume_path("true", config(tmp_path, optim=optimizer))
+    # Control: an optimizer with a state.
+    assert resume_path("true", config(tmp_path, optim="galore_adamw")) == str(folder)
 
     (folder / "scheduler.pt").unlink()
     # A manifest without the file, as `save_only_model` leaves it.

@@ -225,6 +225,23 @@ def test_transformers_loads_it_as_the_dequantized_model(tiny_model, tmp_path, sc
     assert not hasattr(model.config, "quantization_config")
 
 
+@pytest.mark.parametrize("own_head", [True, False])
+def test_the_config_says_whether_the_output_layer_has_a_matrix_of_its_own(tiny_model, tmp_path, own_head):
+    """A checkpoint may have two matrices and say that they are one: transformers loads two, vLLM would read one."""
+    model = tiny_model("qwen2", tie_word_embeddings=True, **SIZES)
+    if own_head:
+        model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight.detach())
+    apply_quantization(model, "W4A16")
+
+    save_low_bit(model, None, tmp_path)
+
+    assert read_config(tmp_path)["tie_word_embeddings"] is not own_head
+    assert ("lm_head.weight" in load_file(tmp_path / WEIGHTS)) is own_head
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+    assert model.config.tie_word_embeddings  # as it was
+
+
 def test_tokenizer_and_generation_config_are_beside_the_weights(model, tiny_tokenizer, tmp_path):
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.7, eos_token_id=1)
 
@@ -357,6 +374,19 @@ def test_master_weights_are_not_overwritten(tiny_model, model, tmp_path):
     # Control: a sub-folder is fine.
     save_low_bit(model, None, tmp_path / "low_bit")
     check_target(tmp_path / "low_bit")
+
+
+def test_the_config_beside_older_weights_is_not_overwritten(tiny_model, model, tmp_path):
+    """transformers reads these files, too, but not with the config of another model."""
+    tiny_model().save_pretrained(tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+
+    with pytest.raises(ValueError, match=r"unquantized model.*pytorch_model\.bin"):
+        save_low_bit(model, None, tmp_path)
+
+    # Control: without them the config belongs to nothing.
+    (tmp_path / "pytorch_model.bin").unlink()
+    save_low_bit(model, None, tmp_path)
 
 
 def test_what_a_killed_save_left_goes_with_the_next(model, tmp_path):

@@ -1,12 +1,14 @@
 """`qarl_trl.quant.match`: which layers a plan quantizes, and what is refused before anything changes."""
 
+import re
+
 import pytest
 from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from qarl_trl.quant import apply_quantization, patterns, remove_quantization
-from qarl_trl.quant.scheme import resolve_scheme, single_group
+from qarl_trl.quant.scheme import ROUTERS, resolve_scheme, single_group
 from quant.toy_layers import LINEARS, names_of
 
 
@@ -43,11 +45,23 @@ def model_with_routers():
     return nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(128, 128)})
 
 
-def test_by_default_the_head_and_routers_stay_in_high_precision():
+def test_the_head_and_routers_stay_in_high_precision_by_default_and_routers_always():
     assert names_of(apply_quantization(model_with_routers(), "W4A16")) == ["layer.mlp.up_proj"]
 
-    # Control: a list of one's own takes the place of the default.
-    assert len(names_of(apply_quantization(model_with_routers(), "W4A16", ignore=["lm_head"]))) == 4
+    # A list of one's own takes the place of the default, and engines have no low-bit routers.
+    own = ["lm_head", "re:.*experts.*"]
+    for router in ("layer.mlp.gate", "layer.mlp.shared_expert_gate", "layer.router"):
+        with pytest.raises(ValueError, match=f"'{router}' must stay in high precision"):
+            apply_quantization(model_with_routers(), "W4A16", ignore=[*own, *others_than(router)])
+
+    # Control: with all of them it is as by default.
+    model = apply_quantization(model_with_routers(), "W4A16", ignore=[*own, *ROUTERS])
+    assert names_of(model) == ["layer.mlp.up_proj"]
+
+
+def others_than(router):
+    """The patterns of the routers that have another name."""
+    return [pattern for pattern in ROUTERS if not re.fullmatch(pattern.removeprefix("re:"), router)]
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -110,6 +124,22 @@ def test_a_tied_head_cannot_be_quantized(tiny_model):
 def test_a_group_that_matches_nothing_is_an_error(tiny_model, scheme, options):
     with pytest.raises(ValueError, match="targets=.*must match a layer"):
         apply_quantization(tiny_model(), scheme, **options)
+
+
+def test_a_layer_of_two_groups_is_refused(tiny_model):
+    """Of these two patterns vLLM takes the one that it reads first, and compressed-tensors the second."""
+    wide, narrow = "re:.*mlp.*", "re:.*down_proj$"
+    plan = QuantizationConfig(config_groups={"FP8_DYNAMIC": [wide], "W8A8": [narrow]})
+
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.mlp\.down_proj' matches the targets .* several groups"):
+        apply_quantization(tiny_model(), plan)
+
+    # Control: a pattern beside a class, which comes last for all, and patterns that exclude each other.
+    for others in ("Linear", "re:.*mlp\\.(gate|up)_proj$"):
+        plan = QuantizationConfig(config_groups={"FP8_DYNAMIC": [others], "W8A8": [narrow]}, ignore=["lm_head"])
+        model = apply_quantization(tiny_model(), plan)
+        assert model.model.layers[0].mlp.down_proj.scheme.input_activations.type == "int"
+        assert model.model.layers[0].mlp.up_proj.scheme.input_activations.type == "float"
 
 
 def test_a_model_that_is_quantized_already_is_refused(tiny_model):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from slow.isolated import isolated
@@ -23,6 +24,7 @@ from slow.toys import (
     prompts,
     save_model,
     settings,
+    stored_tensors,
 )
 
 
@@ -302,6 +304,35 @@ def test_tokens_that_were_added_in_memory_are_known_to_the_engine(tmp_path, fami
 
     assert len(mismatches) == 2
     assert max(mismatches) < FLOOR
+
+
+def _train_with_two_matrices(model: str, folder: str, as_is: bool) -> list[float]:
+    """The mismatches of a run whose checkpoint has an output layer of its own, and says that it is the embedding."""
+    from qarl_trl.trainers import low_bit
+
+    weights = stored_tensors(model)
+    generator = torch.Generator().manual_seed(3)
+    embedding = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embedding + 0.05 * torch.randn(embedding.shape, generator=generator)
+    save_file(weights, Path(model) / "model.safetensors", metadata={"format": "pt"})
+
+    if as_is:
+        low_bit.has_untied_head = lambda model: False
+    trainer = make_trainer(model, Path(folder))
+    trainer.train()
+    return logged(trainer, "mismatch/logp_diff_mean")
+
+
+def test_an_output_layer_of_its_own_reaches_the_engine_against_the_models_config(tmp_path):
+    model = save_model(tmp_path / "model", family="Qwen2")
+
+    mismatches = isolated(_train_with_two_matrices, model, str(tmp_path / "run"), False)
+
+    assert len(mismatches) == 2
+    assert max(mismatches) < FLOOR
+    # Control: by its config the engine has one matrix for both.
+    with pytest.raises(AssertionError, match="sync check"):
+        isolated(_train_with_two_matrices, model, str(tmp_path / "other"), True)
 
 
 # Stop strings --------------------------------------------------------------------------------------------------------

@@ -137,6 +137,20 @@ def test_an_ignored_name_that_matches_nothing_is_said(tmp_path, caplog, tiny_mod
     assert not unused or str([pattern]) in said[0]
 
 
+@pytest.mark.parametrize(
+    ("ignored", "is_said"),
+    [(["re:.*up_proj$"], True), (["re:.*(gate|up)_proj$"], False), (["re:.*o_proj$"], False)],
+)
+def test_layers_that_vllm_merges_and_a_plan_does_not_are_said(tmp_path, caplog, tiny_model, ignored, is_said):
+    """Without an engine nothing else would say so before the model is to be served."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    args = config(tmp_path / "run", use_vllm=False, quant_ignore=["lm_head", *ignored])
+
+    check_layers_of(tmp_path / "model", args)
+
+    assert ("model.layers.0.mlp: vLLM merges gate_proj, up_proj into one matrix" in caplog.text) is is_said
+
+
 def test_matrices_that_are_no_linear_layers_are_named(tmp_path):
     config_of_toy = GPT2Config(vocab_size=64, n_embd=64, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config_of_toy).save_pretrained(tmp_path / "model")
