@@ -209,6 +209,27 @@ def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_
     assert not changed(expected, stored_tensors(low))
 
 
+def test_an_export_compares_no_more_tokens_than_the_context_has(odd_adapter, tmp_path, monkeypatch):
+    from qarl_trl.rollout.sync_check import learner_logps as scoring
+
+    config = odd_adapter / "base" / "config.json"
+    before = config.read_text()
+    lengths = []
+    score = scoring.learner_logps
+
+    def noted(model, token_ids):
+        lengths.append(len(token_ids))
+        return score(model, token_ids)
+
+    monkeypatch.setattr(scoring, "learner_logps", noted)
+    config.write_text(json.dumps(json.loads(before) | {"max_position_embeddings": 16}))
+    export([str(odd_adapter), str(tmp_path / "low")])
+    # The folder is of all tests of this file.
+    config.write_text(before)
+
+    assert lengths == [16, 16]
+
+
 @pytest.mark.parametrize(
     ("options", "bits", "keeps_ignored"),
     # The second is a control: an option overrides the base, also what it ignores.

@@ -259,7 +259,8 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
         first_token: The token that both models continue.
 
     Returns:
-        Mean absolute log-prob difference, nats per token, over 256 tokens that the adapter on its frozen base samples.
+        Mean absolute log-prob difference, nats per token, over 256 tokens that the adapter on its frozen base samples;
+        over fewer if its context has no room for them.
     """
     import torch
     from peft import PeftModel
@@ -273,6 +274,9 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
     # In training, adapters round as the engine's do.
     align_adapters(frozen)
 
+    # Beyond its positions a model was never trained. One is the first token's.
+    positions = getattr(frozen.config.get_text_config(), "max_position_embeddings", None)
+    length = 256 if positions is None else min(256, positions - 1)
     # So that two exports of one adapter print the same distance.
     torch.manual_seed(0)
     (tokens,) = frozen.generate(
@@ -281,8 +285,8 @@ def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -
         do_sample=True,
         top_k=0,
         top_p=1.0,
-        min_new_tokens=256,
-        max_new_tokens=256,
+        min_new_tokens=length,
+        max_new_tokens=length,
     )
     token_ids = tokens.tolist()
 
