@@ -267,7 +267,7 @@ def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -
             {"role": "user", "content": row["problem"]},
             {"role": "assistant", "content": row["solution"]},
         ]
-        for row in solved(start)
+        for row in solved_problems(start)
     ]
     calibration.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
     script = EXAMPLES / "llmcompressor" / "ptq.py"
@@ -287,21 +287,20 @@ def distill(model: Path, folder: Path, start: Path, answers: str = DISTILL_ON, u
     command = [sys.executable, "-m", "qarl_trl.cli", "distill", "--config", str(EXAMPLES / "smollm2" / "distill.yaml")]
     command += ["--model_name_or_path", str(model), "--output_dir", str(folder), "--distill_on", answers]
     command += ["--max_steps", str(updates), "--save_steps", str(updates)]
-    problems = start / "train.jsonl"
-    if answers == "answers":
-        problems = folder.parent / "solutions.jsonl"
-        problems.write_text("".join(json.dumps(row) + "\n" for row in solved(start)))
-        command += ["--completion_column", "solution", "--use_vllm", "false"]
+    if answers == "rollouts":
+        command += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "256"]
+        command += ["--vllm_engine_kwargs", '{"enforce_eager": true}']
+    problems = folder.parent / "solutions.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in solved_problems(start)))
     subprocess.run([*command, "--dataset_name_or_path", str(problems)], check=True)
 
 
-def solved(start: Path) -> list[dict[str, Any]]:
+def solved_problems(start: Path) -> list[dict[str, str]]:
     """The training problems, each with its solution as warm_start.py teaches it."""
     sys.path.insert(0, str(EXAMPLES / "smollm2"))  # before the quickstart, whose warm_start.py is another
-    from warm_start import solution
+    from warm_start import solved
 
-    rows = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()]
-    return [row | {"solution": solution(row["equation"])} for row in rows]
+    return solved(start / "train.jsonl")
 
 
 # All cells -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,11 @@ from real_arms import ARMS, BEFORE, REGIMES
 
 Cell = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "benchmarks" / "results" / "real" / "README.md", ROOT / "docs" / "results.md")
+PAGES = (
+    ROOT / "benchmarks" / "results" / "real" / "README.md",
+    ROOT / "docs" / "results.md",
+    ROOT / "docs" / "recover.md",
+)
 END = "<!-- end -->"
 # What a cell's models are called in its file, and in a table's header.
 MODELS = {"masters": "bfloat16", "low_bit": "low bits", "gptq": "GPTQ"}
@@ -57,6 +61,14 @@ PAIRS = (
     ("GPTQ after bf16, not QaRL", "QaRL GRPO", "bf16 GRPO, GPTQ"),
     ("GPTQ after bf16, not QaRL, TBPO", "QaRL TBPO", "bf16 TBPO, GPTQ"),
 )
+# Of the table of real_distill.py: its names, as a reader has them.
+DISTILLED = {
+    "bfloat16": "bfloat16 itself",
+    "rounded": "rounded",
+    "rollouts": "distilled, 30 updates on sampled answers",
+    "answers": "distilled, 30 updates on given answers",
+    "answers, 90 updates": "distilled, 90 updates on given answers",
+}
 # What a user decides, over all regimes: contrast, then learner and model before and after the change.
 CHOICES = (
     ("QaRL less rollout-only, rounded", ("rollout-only", "low_bit"), ("QaRL", "low_bit")),
@@ -190,8 +202,7 @@ def row_of(cell: Cell) -> list[str]:
 def with_error(cell: Cell, model: str, greedy: bool) -> str:
     if not is_scored(cell, model, greedy):
         return "-"
-    percents = shares(cell, model, greedy)
-    return f"{statistics.fmean(percents):.1f} ± {error_of_problems(percents):.1f}"
+    return percent(shares(cell, model, greedy))
 
 
 def logged_mean(cell: Cell, name: str, form: str, last: int = 0) -> str:
@@ -353,6 +364,45 @@ def mismatch_table() -> str:
     return markdown(["regime", "arm", "seed", "first batch", "mean of the run", "largest of a token"], rows)
 
 
+def distill_table() -> str:
+    """What real_distill.py chose by, on training problems."""
+    result = json.loads((real_arms.FOLDER / "distill.json").read_text())
+    rows = []
+    for name, words in DISTILLED.items():
+        scores = result["results"][name]
+        sampled = [100 * right / result["samples"] for right in scores["scores"]]
+        greedy = [100.0 * right for right in scores["greedy"]]
+        rows.append([words, percent(sampled), percent(greedy)])
+    return markdown(["start", "4 samples, %", "greedy, %"], rows)
+
+
+def recovered_table() -> str:
+    """One start, rounded, by GPTQ and distilled, on the held-out problems."""
+    undistilled, distilled = (cells_of(regime, BEFORE)[0] for regime in ("undistilled", "distilled"))
+    models = (
+        ("bfloat16 itself", undistilled, "masters"),
+        ("rounded", undistilled, "low_bit"),
+        ("GPTQ", undistilled, "gptq"),
+        ("distilled", distilled, "low_bit"),
+    )
+
+    rows = []
+    for words, cell, model in models:
+        rows.append([words, *(percent(shares(cell, model, greedy)) for greedy in (False, True))])
+
+    gains = []
+    for greedy in (False, True):
+        pairs = zip(shares(undistilled, "low_bit", greedy), shares(distilled, "low_bit", greedy), strict=True)
+        points = [after - before for before, after in pairs]
+        gains.append(f"{statistics.fmean(points):+.1f} ± {error_of_problems(points):.1f}")
+    rows.append(["distilled less rounded, by problem", *gains])
+    return markdown(["4-bit start", "4 samples, %", "greedy, %"], rows)
+
+
+def percent(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.1f} ± {error_of_problems(values):.1f}"
+
+
 def markdown(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -370,7 +420,10 @@ def tables() -> dict[str, str]:
         "real: choices": choices_table(),
         "real: noise": noise_table(),
         "real: mismatch": mismatch_table(),
+        "real: distill": distill_table(),
     }
+    if all(cells_of(regime, BEFORE) for regime in ("undistilled", "distilled")):
+        made["real: recovered"] = recovered_table()
     for regime in REGIMES:
         if (real_arms.FOLDER / regime).exists():
             made[f"real: {regime}"] = cells_table(regime)

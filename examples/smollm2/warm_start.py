@@ -1,7 +1,7 @@
 r"""Teach the form of an answer on SVAMP's training problems, with TRL: `python warm_start.py FOLDER`.
 
 An answer is the calculation, which math-verify carries out: `\boxed{(8 - 3) * 2}`. A model of 135 million weights
-cannot multiply, but it can learn what to multiply.
+cannot multiply, but it can learn what to multiply. The solutions are kept for distill.yaml: `solutions.jsonl`.
 """
 
 import argparse
@@ -23,15 +23,23 @@ def solution(equation: str) -> str:
     return rf"\boxed{{{calculation}}}"
 
 
-def demonstrations(file: Path) -> Dataset:
-    """Prompts and completions as chat messages."""
+def solved(file: Path) -> list[dict[str, str]]:
+    """The problems of a file, each with its solution."""
     rows = []
     for line in file.read_text().splitlines():
         problem = json.loads(line)
+        rows.append({"problem": problem["problem"], "solution": solution(problem["equation"])})
+    return rows
+
+
+def demonstrations(problems: list[dict[str, str]]) -> Dataset:
+    """Prompts and completions as chat messages."""
+    rows = []
+    for problem in problems:
         rows.append(
             {
                 "prompt": [{"role": "user", "content": problem["problem"]}],
-                "completion": [{"role": "assistant", "content": solution(problem["equation"])}],
+                "completion": [{"role": "assistant", "content": problem["solution"]}],
             }
         )
 
@@ -42,9 +50,13 @@ def demonstrations(file: Path) -> Dataset:
 def main() -> None:
     """Read the options, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="has base/ and train.jsonl, gets start/")
+    parser.add_argument("folder", type=Path, help="has base/ and train.jsonl, gets start/ and solutions.jsonl")
     parser.add_argument("--max_steps", type=int, default=-1, help="batches of 16 problems (default: all, once)")
     options = parser.parse_args()
+
+    problems = solved(options.folder / "train.jsonl")
+    lines = [json.dumps(problem) + "\n" for problem in problems]
+    (options.folder / "solutions.jsonl").write_text("".join(lines))
 
     args = SFTConfig(
         str(options.folder / "start"),
@@ -68,7 +80,7 @@ def main() -> None:
     trainer = SFTTrainer(
         str(options.folder / "base"),
         args,
-        train_dataset=demonstrations(options.folder / "train.jsonl"),
+        train_dataset=demonstrations(problems),
     )
 
     trainer.train()
