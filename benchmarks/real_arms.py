@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,16 @@ def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: b
     return [int(sum(json.loads(row)["rewards"]["math_reward"])) for row in rows]
 
 
-def run_cell(start: Path, regime: str, arm: str, seed: int, keep: Path | None = None) -> None:
-    """Train (or, before training, take the start), score, write the file; the trained weights go to `keep`."""
+def run_cell(
+    start: Path, regime: str, arm: str, seed: int, keep: Path | None = None, scored: Sequence[str] = ()
+) -> None:
+    """
+    Train (or, before training, take the start), score, write the file.
+
+    Args:
+        keep: Folder that gets the trained weights.
+        scored: Only these of "masters", "low_bit", "gptq" and "again" (default: all).
+    """
     import common
 
     settings, chosen, log = REGIMES[regime], ARMS.get(arm, {}), {}
@@ -222,12 +231,14 @@ def run_cell(start: Path, regime: str, arm: str, seed: int, keep: Path | None = 
             models = ["low_bit/low_bit"]
         if arm == BEFORE or "quant_scheme" in chosen:
             export(out / "masters", out / "low_bit", settings["quantization"])
-        if "masters" in models and settings["quantization"]["quant_scheme"].startswith("W4"):
+        wants_gptq = not scored or "gptq" in scored
+        if "masters" in models and wants_gptq and settings["quantization"]["quant_scheme"].startswith("W4"):
             gptq(out / "masters", out / "gptq", settings["quantization"], start)
             models.append("gptq")
         if settings.get("distill_again") and arm != BEFORE:
             distill(out / "masters", out / "again", start)
             models.append("again")
+        models = [name for name in models if not scored or name in scored]
         scores, greedy = (
             {Path(name).name: score(out / name, settings, start, seed, one) for name in models}
             for one in (False, True)
@@ -330,6 +341,8 @@ def run_all(options: argparse.Namespace) -> None:
             command = [sys.executable, __file__, "--start", str(options.start), "--regime", regime, "--arms", arm]
             if options.keep is not None:
                 command += ["--keep", str(options.keep)]
+            if options.scored:
+                command += ["--scored", *options.scored]
             name = f"real_{regime}_{arm.replace(' ', '_')}_{seed}.log"
             log = open(Path(tempfile.gettempdir(), name), "w")  # noqa: SIM115
             running[subprocess.Popen([*command, "--seeds", str(seed), "--one"], stdout=log, stderr=log)] = cell
@@ -346,6 +359,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
     parser.add_argument("--keep", type=Path, help="keep the trained bfloat16 weights in this folder")
+    parser.add_argument("--scored", nargs="+", default=[], help="score these models of a cell alone (default: all)")
     parser.add_argument("--one", action="store_true", help="the first cell, in this process")
     parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
     options = parser.parse_args()
@@ -354,7 +368,7 @@ def main() -> None:
 
         real_table.main()
     elif options.one:
-        run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0], options.keep)
+        run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0], options.keep, options.scored)
     else:
         run_all(options)
 
