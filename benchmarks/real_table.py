@@ -372,8 +372,11 @@ def distill_table() -> str:
         scores = result["results"][name]
         sampled = [100 * right / result["samples"] for right in scores["scores"]]
         greedy = [100.0 * right for right in scores["greedy"]]
-        rows.append([words, percent(sampled), percent(greedy)])
-    return markdown(["start", "4 samples, %", "greedy, %"], rows)
+        # Of the first and of the last five updates.
+        losses = scores.get("loss", [])
+        ends = [f"{statistics.fmean(part):.3f}" if part else "-" for part in (losses[:5], losses[-5:])]
+        rows.append([words, *ends, percent(sampled), percent(greedy)])
+    return markdown(["start", "KL at first", "KL at last", "4 samples, %", "greedy, %"], rows)
 
 
 def recovered_table() -> str:

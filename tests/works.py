@@ -92,6 +92,11 @@ SECTIONS: dict[str, list[Row]] = {
             "`qarl-trl serve`",
         ),
         Row(
+            "RLOO and distillation with a server",
+            WORKS,
+            "test_server.py::test_rloo_and_distillation_train_through_the_server",
+        ),
+        Row(
             "no engine: transformers samples",
             WORKS,
             "test_run_trains_evaluates_and_saves",
@@ -161,6 +166,7 @@ SECTIONS: dict[str, list[Row]] = {
             "test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_loads",
         ),
         Row("wandb", NOT_TRIED),
+        Row("speculative decoding: once by hand, by n-grams the mismatch was 0.014 to 0.025, unexplained", NOT_TRIED),
     ],
     "Model families": [
         Row(
