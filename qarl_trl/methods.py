@@ -36,7 +36,9 @@ class DataArguments:
         DATA, default=None, help="Dataset to evaluate on, for eval_strategy."
     )
     eval_dataset_split: str = option(DATA, default="test", help="Split to evaluate on; a local file has only one.")
-    dry_run: bool = option(DATA, default=False, help="Only check and print the settings; load nothing. qarl-trl doctor checks more.")
+    dry_run: bool = option(
+        DATA, default=False, help="Only check and print the settings; load nothing. qarl-trl doctor checks more."
+    )
 
 
 @dataclass
