@@ -380,6 +380,49 @@ def test_export_of_an_adapter_without_all_weights_is_refused(checkpoint, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_export_of_an_adapter_takes_the_class_that_its_base_had(checkpoint, tmp_path):
+    """A model with a vision tower is no causal language model for transformers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4},
+    }
+    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    base = tmp_path / "base"
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eye))
+    model.save_pretrained(base)
+    model.name_or_path = str(base)  # peft writes it as the base
+    adapter = tmp_path / "adapter"
+    get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(adapter)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(adapter)
+
+    cli.run(["export", str(adapter), str(tmp_path / "out"), "--ignore", "lm_head", "re:.*visual.*"])
+
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
+
+
+def test_export_of_an_adapter_of_a_reward_model_is_refused(checkpoint, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS")).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path)
+
+    with pytest.raises(ValueError, match="task_type .* must be CAUSAL_LM, got SEQ_CLS"):
+        cli.run(["export", str(tmp_path), str(tmp_path / "out")])
+
+
 def test_export_of_a_low_bit_checkpoint_is_refused(checkpoint, tmp_path):
     cli.main(["export", str(checkpoint), str(tmp_path / "once"), "--scheme", "FP8_DYNAMIC"])
 

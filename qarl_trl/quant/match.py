@@ -96,8 +96,10 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
 
 def _check_one_group(layer: str, plan: QuantizationConfig) -> None:
     """
-    Refuse (`ValueError`) a layer whose name matches targets of two groups: compressed-tensors takes the group of the
-    first by the alphabet, a name before a pattern, and vLLM that of the first in the checkpoint.
+    Refuse (`ValueError`) a layer whose name matches targets of two groups that quantize differently.
+
+    compressed-tensors takes the group of the first by the alphabet, a name before a pattern, and vLLM that of the
+    first in the checkpoint.
     """
     by_target = {}
     for group in plan.config_groups.values():
@@ -105,8 +107,9 @@ def _check_one_group(layer: str, plan: QuantizationConfig) -> None:
 
     # Names of classes come after them everywhere.
     hits = [target for target in by_target if match_name(layer, target)]
-    groups = {id(by_target[target]) for target in hits}
-    if len(groups) > 1:
+    # Groups may differ in their targets alone.
+    arithmetics = [by_target[target].model_copy(update={"targets": []}) for target in hits]
+    if any(arithmetic != arithmetics[0] for arithmetic in arithmetics):
         raise ValueError(
             f"{layer!r} matches the targets {hits} of several groups, of which engines may take another one than the "
             "learner. Write targets that exclude each other."

@@ -35,7 +35,10 @@ def has_untied_head(model: PreTrainedModel) -> bool:
     """
     model = base_model(model)
     head = model.get_output_embeddings()
-    if head is None or not model.config.get_text_config().tie_word_embeddings:
+    # Of a model of several parts only the whole or only the text may have the setting (Qwen2.5-VL, GLM-4V).
+    parts = (model.config, model.config.get_text_config())
+    says_tied = any(getattr(part, "tie_word_embeddings", False) for part in parts)
+    if head is None or not says_tied:
         return False
     return head.weight is not model.get_input_embeddings().weight
 

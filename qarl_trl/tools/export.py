@@ -163,11 +163,19 @@ def _full_checkpoint(name: str) -> ExportSource:
     return ExportSource(base=name, load=partial(_load_whole, name))
 
 
-def _load_whole(name: str, **hub: Any) -> Any:
-    """A model in high precision; `ValueError` if its checkpoint lacks weights. `hub` may have the revision."""
+def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
+    """
+    A model in high precision; `ValueError` if its checkpoint lacks weights.
+
+    Args:
+        name: Its folder or Hub id.
+        architecture: Its class; default: a causal language model.
+        hub: May have the revision.
+    """
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(name, dtype="auto", output_loading_info=True, **hub)
+    architecture = architecture or AutoModelForCausalLM
+    model, report = architecture.from_pretrained(name, dtype="auto", output_loading_info=True, **hub)
     # transformers makes up random weights for them, and only prints a table.
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
@@ -180,8 +188,15 @@ def _load_whole(name: str, **hub: Any) -> Any:
 
 def _adapter(args: argparse.Namespace) -> ExportSource:
     """A LoRA adapter, to be merged into its base."""
+    from peft import PeftConfig
+
     from ..export.files import base_of
     from ..quant.source import quantized_source
+
+    # On a language model peft would drop the head of a classifier, in silence.
+    task = PeftConfig.from_pretrained(args.checkpoint).task_type
+    if task not in (None, "CAUSAL_LM"):
+        raise ValueError(f"task_type of the adapter in {args.checkpoint} must be CAUSAL_LM, got {task}.")
 
     base, revision = base_of(Path(args.checkpoint))
     hub = {"revision": revision} if revision else {}
@@ -194,10 +209,16 @@ def _adapter(args: argparse.Namespace) -> ExportSource:
 
 def _load_onto_whole_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
     """The adapter as a `PeftModel`, on its base in high precision."""
+    import transformers
+    from peft import PeftConfig
     from transformers import AutoTokenizer
 
+    # peft writes it for an adapter without task_type: models with a vision tower are no causal language models.
+    written = PeftConfig.from_pretrained(adapter).auto_mapping or {}
+    architecture = getattr(transformers, written.get("base_model_class", ""), None)
+
     # Not by PEFT's class for both, which would take a base that lacks weights.
-    model = _load_whole(base, **hub)
+    model = _load_whole(base, architecture, **hub)
     # As that class does: a training may have added tokens.
     tokens = len(AutoTokenizer.from_pretrained(adapter))
     if tokens > model.get_input_embeddings().num_embeddings:

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -140,6 +140,21 @@ def test_a_layer_of_two_groups_is_refused(tiny_model):
         model = apply_quantization(tiny_model(), plan)
         assert model.model.layers[0].mlp.down_proj.scheme.input_activations.type == "int"
         assert model.model.layers[0].mlp.up_proj.scheme.input_activations.type == "float"
+
+
+def test_a_layer_of_two_groups_with_one_arithmetic_is_quantized(tiny_model):
+    """Whichever group an engine takes, it computes the same."""
+    wide, narrow = "re:.*mlp.*", "re:.*(mlp\\.down|self_attn\\.o)_proj$"
+    scheme = preset_name_to_scheme("W8A8", [wide])
+    groups = {"first": scheme, "second": preset_name_to_scheme("W8A8", [narrow])}
+
+    model = apply_quantization(tiny_model(), QuantizationConfig(config_groups=groups))
+
+    assert model.model.layers[0].mlp.down_proj.scheme.weights == scheme.weights
+    # Control: with another arithmetic in the second group it is refused.
+    groups["second"] = preset_name_to_scheme("FP8_DYNAMIC", [narrow])
+    with pytest.raises(ValueError, match="several groups"):
+        apply_quantization(tiny_model(), QuantizationConfig(config_groups=groups))
 
 
 def test_a_model_that_is_quantized_already_is_refused(tiny_model):
