@@ -287,17 +287,27 @@ def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -
     subprocess.run([*command, "--dataset", str(calibration), "--columns", "chat"], check=True)
 
 
-def distill(model: Path, folder: Path, start: Path, answers: str = DISTILL_ON, updates: int = DISTILL_UPDATES) -> None:
+def distill(
+    model: Path,
+    folder: Path,
+    start: Path,
+    answers: str = DISTILL_ON,
+    updates: int = DISTILL_UPDATES,
+    seed: int | None = None,
+) -> None:
     """
     Distill into 4 bits, with the model's own bfloat16 weights as the teacher (examples/smollm2/distill.yaml).
 
     Args:
         answers: "rollouts" or "answers", `distill_on` of the config.
         updates: Optimizer steps.
+        seed: Of the order of the problems (default: transformers' own).
     """
     command = [sys.executable, "-m", "qarl_trl.cli", "distill", "--config", str(EXAMPLES / "smollm2" / "distill.yaml")]
     command += ["--model_name_or_path", str(model), "--output_dir", str(folder), "--distill_on", answers]
     command += ["--max_steps", str(updates), "--save_steps", str(updates)]
+    if seed is not None:
+        command += ["--seed", str(seed)]
     if answers == "rollouts":
         command += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "256"]
         command += ["--vllm_engine_kwargs", '{"enforce_eager": true}']

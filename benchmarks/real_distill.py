@@ -6,7 +6,8 @@ Distill the start of real_arms.py into 4 bits, and choose on whose answers.
 
 Each candidate is examples/smollm2/distill.yaml with its own `distill_on` and number of updates. The one whose 4-bit
 model answers most of the first 150 training problems becomes the start of the regime `distilled`: START-distilled, for
-`real_arms.py --start`. The held-out problems are not looked at. Writes results/real/distill.json.
+`real_arms.py --start`. The held-out problems are not looked at. Writes results/real/distill.json. `--repeat SEED` only
+repeats the chosen one with another order of the problems: START-distilled-SEED.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def losses_of(run: Path) -> list[float]:
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
-def distilled_start(start: Path, run: Path) -> Path:
-    """START-distilled: the master weights of the chosen run beside the same problems."""
-    folder = start.with_name(f"{start.name}-distilled")
+def distilled_start(start: Path, run: Path, suffix: str = "") -> Path:
+    """START-distilled: the master weights of a run beside the same problems."""
+    folder = start.with_name(f"{start.name}-distilled{suffix}")
     folder.mkdir(exist_ok=True)
     for name in ("train.jsonl", "test.jsonl"):
         shutil.copy(start / name, folder / name)
@@ -93,9 +94,16 @@ def main() -> None:
         "--start", type=Path, default=real_arms.START, help="folder with start/, train.jsonl, test.jsonl"
     )
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
+    parser.add_argument("--repeat", type=int, metavar="SEED", help="repeat the chosen one with this seed alone")
     options = parser.parse_args()
     start: Path = options.start.resolve()
     runs = start.with_name(f"{start.name}-candidates")
+    if options.repeat is not None:
+        run = runs / f"seed-{options.repeat}"
+        real_arms.distill(start / "start", run, start, seed=options.repeat)
+        distilled_start(start, run, f"-{options.repeat}")
+        return
+
     problems = choice_problems(start, runs / "problems")
 
     # A second call runs what is missing.
