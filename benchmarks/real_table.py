@@ -380,26 +380,27 @@ def distill_table() -> str:
 
 
 def recovered_table() -> str:
-    """One start, rounded, by GPTQ and distilled, on the held-out problems."""
-    undistilled, distilled = (cells_of(regime, BEFORE)[0] for regime in ("undistilled", "distilled"))
-    models = (
-        ("bfloat16 itself", undistilled, "masters"),
-        ("rounded", undistilled, "low_bit"),
-        ("GPTQ", undistilled, "gptq"),
-        ("distilled", distilled, "low_bit"),
-    )
+    """One start, rounded, by GPTQ and by each distillation of it, on the held-out problems."""
+    (undistilled,) = cells_of("undistilled", BEFORE)
+    models = [("bfloat16 itself", undistilled, "masters")]
+    models += [("rounded", undistilled, "low_bit"), ("GPTQ", undistilled, "gptq")]
+    distilled = cells_of("distilled", BEFORE)
+    models += [("distilled", cell, "low_bit") for cell in distilled]
 
     rows = []
     for words, cell, model in models:
         rows.append([words, *(percent(shares(cell, model, greedy)) for greedy in (False, True))])
-
-    gains = []
-    for greedy in (False, True):
-        pairs = zip(shares(undistilled, "low_bit", greedy), shares(distilled, "low_bit", greedy), strict=True)
-        points = [after - before for before, after in pairs]
-        gains.append(f"{statistics.fmean(points):+.1f} ± {error_of_problems(points):.1f}")
-    rows.append(["distilled less rounded, by problem", *gains])
+    for cell in distilled:
+        gains = [points_by_problem(undistilled, cell, greedy) for greedy in (False, True)]
+        rows.append(["distilled less rounded, by problem", *gains])
     return markdown(["4-bit start", "4 samples, %", "greedy, %"], rows)
+
+
+def points_by_problem(before: Cell, after: Cell, greedy: bool) -> str:
+    """The difference of two 4-bit models, with its error by problems."""
+    pairs = zip(shares(before, "low_bit", greedy), shares(after, "low_bit", greedy), strict=True)
+    points = [second - first for first, second in pairs]
+    return f"{statistics.fmean(points):+.1f} ± {error_of_problems(points):.1f}"
 
 
 def percent(values: list[float]) -> str:
