@@ -431,7 +431,8 @@ def tables() -> dict[str, str]:
     for regime in REGIMES:
         if (real_arms.FOLDER / regime).exists():
             made[f"real: {regime}"] = cells_table(regime)
-            made[f"real differences: {regime}"] = differences_table(regime)
+            if any(cells_of(regime, arm) for arm in ARMS):
+                made[f"real differences: {regime}"] = differences_table(regime)
     return {f"<!-- {name} -->\n": text for name, text in made.items()}
 
 
