@@ -114,6 +114,11 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if not isinstance(args, QaRLConfig):
             raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
 
+        if args.optim_muon and optimizers[0] is not None:
+            raise ValueError(
+                "optim_muon must be False beside an optimizer in `optimizers`, which would train instead."
+            )
+
         # Before the model gets them. A subclass may have its own.
         if args.loss_type == TBPO and type(self)._tag_names is QaRLTrainer._tag_names:
             self._tag_names = ["trl", TBPO, "qarl"]

@@ -11,7 +11,7 @@ from learner.test_features import Gradients, rollout
 from safetensors.torch import save_file
 from slow.toys import distinct_characters, logged, prompts, stored_tensors
 from toy_runs import OFF, adapter, changed, make, master_weights, stock_config, train, without_engine
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -150,6 +150,18 @@ def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
     assert logged(one, "reward") == pytest.approx(logged(both, "reward"))
     # Control: the second one counts.
     assert train(make(dense_model, tmp_path / "c")) != both_losses
+
+
+def test_an_optimizer_of_the_user_and_muon_are_refused(dense_model, tmp_path):
+    args = QaRLConfig(**without_engine(tmp_path, optim_muon=True))
+    model = AutoModelForCausalLM.from_pretrained(dense_model)
+    adamw = torch.optim.AdamW(model.parameters())
+
+    with pytest.raises(ValueError, match="optim_muon must be False beside an optimizer"):
+        QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=(adamw, None))
+    # Control.
+    args.optim_muon = False
+    QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=(adamw, None))
 
 
 def test_a_reward_model_scores_in_high_precision(dense_model, tmp_path):
