@@ -152,6 +152,21 @@ def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
     assert train(make(dense_model, tmp_path / "c")) != both_losses
 
 
+def test_trained_weights_in_16_bits_are_said(dense_model, tmp_path, caplog):
+    def warned(folder, model=dense_model, **changes):
+        caplog.clear()
+        make(model, tmp_path / folder, **changes)
+        return "trained parameters are torch.bfloat16" in caplog.text
+
+    loaded = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.bfloat16)
+    assert warned("a", loaded)
+    assert warned("b", model_init_kwargs={"dtype": "bfloat16"})
+
+    # Controls: TRL's default for a name, and an adapter in float32 on a base that nothing trains.
+    assert not warned("c")
+    assert not warned("d", model_init_kwargs={"dtype": "bfloat16"}, peft_config=adapter())
+
+
 def test_an_optimizer_of_the_user_and_muon_are_refused(dense_model, tmp_path):
     args = QaRLConfig(**without_engine(tmp_path, optim_muon=True))
     model = AutoModelForCausalLM.from_pretrained(dense_model)

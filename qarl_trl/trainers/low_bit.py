@@ -114,6 +114,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
 
+        if args.quantized:
+            _warn_of_rounded_weights(self.model, args.learning_rate)
+
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
             add_first_callback(self, _TellStore(self.low_bit_store))
@@ -334,6 +337,18 @@ def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.M
     # Under FSDP only the first process of a machine reads weights.
     guards.on_first(args, check)
     return model
+
+
+def _warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:
+    """Warn of trained weights in 16 bits, such as those of a model that a script loads without a dtype."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rounded = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
+    if rounded:
+        logger.warning(
+            f"{len(rounded)} of {len(trained)} trained parameters are {rounded[0].dtype}, first of shape "
+            f"{tuple(rounded[0].shape)}. Updates below 1/500 of a weight are rounded away, at "
+            f"learning_rate={learning_rate:g} perhaps most of them. Load the model with dtype=torch.float32."
+        )
 
 
 def _anchor_folders(args: Any) -> None:
