@@ -152,6 +152,24 @@ def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
     assert train(make(dense_model, tmp_path / "c")) != both_losses
 
 
+def test_rewards_of_one_name_are_logged_apart(dense_model, tmp_path):
+    def times(factor):
+        def reward(completions, **_):
+            return [factor * number for number in distinct_characters(completions)]
+
+        return reward
+
+    args = QaRLConfig(**without_engine(tmp_path, max_steps=1))
+    trainer = QaRLTrainer(dense_model, [times(1.0), times(100.0)], args, train_dataset=prompts())
+    trainer.train()
+
+    first, second = logged(trainer, "rewards/reward/mean")[0], logged(trainer, "rewards/reward_2/mean")[0]
+    assert first > 0
+    assert second == pytest.approx(100 * first)
+    # Control: together they are the reward that trains.
+    assert first + second == pytest.approx(logged(trainer, "reward")[0])
+
+
 def test_trained_weights_in_16_bits_are_said(dense_model, tmp_path, caplog):
     def warned(folder, model=dense_model, **changes):
         caplog.clear()
