@@ -170,6 +170,17 @@ def test_rewards_of_one_name_are_logged_apart(dense_model, tmp_path):
     assert first + second == pytest.approx(logged(trainer, "reward")[0])
 
 
+def test_a_first_batch_of_cut_answers_alone_is_said(dense_model, tmp_path, caplog):
+    changes = {"max_steps": 1, "max_completion_length": 2, "mask_truncated_completions": True}
+    make(dense_model, tmp_path / "a", **changes).train()
+    assert "all answers were cut off at max_completion_length=2" in caplog.text
+
+    # Control: cut answers that train.
+    caplog.clear()
+    make(dense_model, tmp_path / "b", **changes | {"mask_truncated_completions": False}).train()
+    assert "cut off" not in caplog.text
+
+
 def test_trained_weights_in_16_bits_are_said(dense_model, tmp_path, caplog):
     def warned(folder, model=dense_model, **changes):
         caplog.clear()
