@@ -106,6 +106,13 @@ def _check_switches(values: Mapping[str, Any]) -> None:
             "is made. Set use_peft: true, or false to train all weights."
         )
 
+    of_engine = [name for name in are_set if name.startswith("vllm_")]
+    if of_engine and "use_vllm" not in are_set:
+        raise ValueError(
+            f"use_vllm must be set beside {', '.join(of_engine)}: without it transformers samples, and no engine "
+            "starts. Set use_vllm: true, or false to sample without one."
+        )
+
     if "eval_dataset_name_or_path" in are_set and "eval_strategy" not in are_set:
         raise ValueError(
             "eval_strategy must be set beside eval_dataset_name_or_path: without it nothing is evaluated. Set "

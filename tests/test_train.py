@@ -308,6 +308,7 @@ def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
     [
         (["--lora_r", "8"], "use_peft", ("true", "false")),
         (["--lora_target_modules", "q_proj", "v_proj"], "use_peft", ("true", "false")),
+        (["--vllm_max_model_length", "64"], "use_vllm", ("true", "false")),
         (["--eval_dataset_name_or_path", "PROBLEMS"], "eval_strategy", ("epoch", "no")),
     ],
 )
