@@ -36,6 +36,7 @@ POSITIVE = (
 # Sampling parameters that do not change the distribution of a token, and the values at which the others do not.
 HARMLESS_SAMPLING = ("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens")
 NEUTRAL_SAMPLING = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 # Fields of TRL in whose place TBPO has its own.
 REPLACED_BY_TBPO = (
     "epsilon",
@@ -120,6 +121,20 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
         _check_passes(self)
         if self.optim_muon and (self.deepspeed or getattr(self, "deepspeed_plugin", None)):
             raise ValueError("optim_muon must be False with DeepSpeed: ZeRO cuts the matrices that Muon needs whole.")
+        _check_optimizer(self)
+
+
+def _check_optimizer(args: QaRLConfig) -> None:
+    """Refuse (`ValueError`) settings of another optimizer beside Muon, in whose place that would train."""
+    changed = changed_fields(args, ("optim", "optim_args", "optim_target_modules"))
+    # torch's AdamW trains what Muon does not.
+    if args.optim in TORCH_ADAMW:
+        changed.pop("optim", None)
+    if args.optim_muon and changed:
+        raise ValueError(
+            f"optim_muon=True trains by Muon and torch's AdamW alone, and ignores {', '.join(changed)}. Leave one of "
+            "them out."
+        )
 
 
 def _check_numbers(args: QaRLConfig) -> None:

@@ -338,6 +338,10 @@ def _prompt(problem: Any, template: str | None, system_prompt: str | None, conve
     if not from_user:
         raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")
 
+    # Data for fine-tuning have the answer after the question: the model would read what it is to find.
+    while messages[-1]["role"] == "assistant":
+        messages.pop()
+
     question = from_user[-1]
     if not question["content"]:
         return None

@@ -188,6 +188,23 @@ def say_if_nothing_is_learned(rewards: Tensor, answers: Tensor, num_generations:
         )
 
 
+def say_if_all_are_cut_off(kept: int, max_completion_length: int) -> None:
+    """
+    Warn if no token of a rollout batch is left to learn from, because `mask_truncated_completions` left out all.
+
+    Args:
+        kept: Number of tokens in the loss, of all processes.
+        max_completion_length: Where answers were cut off, in tokens.
+    """
+    if kept == 0:
+        logger.warning(
+            "In the first rollout batch all answers were cut off at max_completion_length=%d, and "
+            "mask_truncated_completions leaves them out: nothing is learned from it. Raise the length, or train on "
+            "cut answers.",
+            max_completion_length,
+        )
+
+
 def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], trainer: Any) -> Any:
     """
     The result of TRL's `rollout_func`, checked.

@@ -7,10 +7,13 @@ unreadable.
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +30,8 @@ Reward = Callable[..., list[float | None]]
 REWARD_TIMEOUT_S = 120.0
 # The answer is at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
 _TAIL_CHARS = 4000
+# Emphasis of Markdown: **42**, __42__, *42* or `42`. Not the signs of 2**3 or a_1, which touch a letter or a digit.
+_EMPHASIS = re.compile(r"(?<![\w*`\\])(\*\*|__|\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
 # math-verify's own limit, for parsing and again for comparing.
 _ALARM_S = 5
 # Limits for the imports of a new process, and for a long call into C code, which the alarm does not stop.
@@ -184,6 +189,9 @@ def text_of(value: Any) -> str:
         if all(isinstance(part, dict) and "type" in part for part in value):
             return "".join(text_of(part) for part in value)
         return text_of(value[-1])
+    if isinstance(value, float) and math.isfinite(value):
+        # Python writes 0.00001 as 1e-05, in which math-verify reads Euler's number.
+        return format(Decimal(str(value)), "f")
     return str(value)
 
 
@@ -238,7 +246,9 @@ def _grade(completion: str, reference: str) -> float | None:
         LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
         ExprExtractionConfig(try_extract_without_anchor=False),
     ]
-    answer = parse(completion, extraction_config=announced, parsing_timeout=_ALARM_S)
+    # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
+    plain = _EMPHASIS.sub(r"\2", completion)
+    answer = parse(plain, extraction_config=announced, parsing_timeout=_ALARM_S)
     return float(verify(gold, answer, timeout_seconds=_ALARM_S))
 
 

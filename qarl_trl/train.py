@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,18 @@ from .rewards import load_rewards
 if TYPE_CHECKING:
     from datasets import Dataset
     from trl import ModelConfig
+
+# Settings that TRL reads only with `use_peft`. `lora_base: frozen` without it is refused by the trainer.
+OF_ADAPTER = (
+    "lora_r",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "use_rslora",
+    "use_dora",
+)
 
 
 def parse(
@@ -56,6 +68,7 @@ def parse(
         values.pop(name, None)
     if not values.get("model_name_or_path"):
         raise ValueError(_what_is_missing(argv, method))
+    _check_switches(values)
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
@@ -73,6 +86,38 @@ def _what_is_missing(argv: Sequence[str], method: Method) -> str:
 
     example = f"qarl-trl {method.command} --config recipe.yaml"
     return f"missing --config, or a model and data without one. For example: {example} (--help: all keys)"
+
+
+def _check_switches(values: Mapping[str, Any]) -> None:
+    """
+    Refuse settings whose switch is not set, so that nothing would read them: whoever sets one expects it to count.
+
+    Args:
+        values: The keys of a recipe and of the command line. A switch that is off there is a choice.
+
+    Raises:
+        ValueError: with the settings and their switch.
+    """
+    are_set = [name for name, value in values.items() if value is not None]
+    of_adapter = [name for name in are_set if name in OF_ADAPTER]
+    if of_adapter and "use_peft" not in are_set:
+        raise ValueError(
+            f"use_peft must be set beside {', '.join(of_adapter)}: without it all weights are trained, and no adapter "
+            "is made. Set use_peft: true, or false to train all weights."
+        )
+
+    of_engine = [name for name in are_set if name.startswith("vllm_")]
+    if of_engine and "use_vllm" not in are_set:
+        raise ValueError(
+            f"use_vllm must be set beside {', '.join(of_engine)}: without it transformers samples, and no engine "
+            "starts. Set use_vllm: true, or false to sample without one."
+        )
+
+    if "eval_dataset_name_or_path" in are_set and "eval_strategy" not in are_set:
+        raise ValueError(
+            "eval_strategy must be set beside eval_dataset_name_or_path: without it nothing is evaluated. Set "
+            "eval_strategy: steps, with eval_steps, or no."
+        )
 
 
 def _prepare_devices(values: dict[str, Any], only_checks: bool, engine_only: bool) -> None:

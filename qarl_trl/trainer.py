@@ -114,6 +114,11 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if not isinstance(args, QaRLConfig):
             raise TypeError(f"QaRLTrainer needs a QaRLConfig, got {type(args).__name__}. It takes the same fields.")
 
+        if args.optim_muon and optimizers[0] is not None:
+            raise ValueError(
+                "optim_muon must be False beside an optimizer in `optimizers`, which would train instead."
+            )
+
         # Before the model gets them. A subclass may have its own.
         if args.loss_type == TBPO and type(self)._tag_names is QaRLTrainer._tag_names:
             self._tag_names = ["trl", TBPO, "qarl"]
@@ -164,6 +169,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
             # Before TRL samples: the ratios of this batch must be 1 until `global_step` moves on.
             self._rollout_buffer.step_of_sampling = self.state.global_step
 
+        is_first = self._mode == "train" and not self._looked_at_rewards
         output = super()._generate_and_score_completions(inputs)
         # After TRL has normalized them, so that dropping the negative ones does not shift the positive ones.
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
@@ -171,6 +177,8 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         old = output.get("old_per_token_logps")
         sampling = output.get("sampling_per_token_logps")
         mask = loss_mask(output)
+        if is_first:
+            self._look_at_truncated(mask)
         if self._tbpo and self.args.weighs_mismatch:
             weight = mismatch_weight(old, sampling, mask, self.args.tbpo_mismatch_cap)
             # TRL's stock weight is the exponential of a sum over tokens, and by default 0 above 3: of long answers

@@ -151,6 +151,17 @@ def test_muon_refuses_deepspeed(tmp_path, monkeypatch):
         config(tmp_path, optim_muon=True, **settings)
 
 
+def test_muon_refuses_another_optimizer_whose_place_it_would_take(tmp_path):
+    for name, value in {"optim": "adafactor", "optim_args": "beta1=0.8"}.items():
+        with pytest.raises(ValueError, match=f"optim_muon=True .* ignores {name}"):
+            config(tmp_path, optim_muon=True, **{name: value})
+        # Control: alone it counts.
+        config(tmp_path, **{name: value})
+
+    # It trains what Muon does not.
+    config(tmp_path, optim_muon=True, optim="adamw_torch")
+
+
 def test_a_config_with_fields_of_its_own_can_be_pickled_by_value():
     """As cloudpickle sends a class that a script defines."""
     text = QaRLConfig.__dataclass_fields__["quant_scheme"].metadata["help"]

@@ -122,6 +122,17 @@ def test_messages_of_the_data_are_kept_around_the_template(write):
     assert first(system_prompt="Be brief.")["prompt"] == [replaced, *user("1+1?")]
 
 
+def test_an_answer_after_the_question_is_no_part_of_the_prompt(write):
+    example = [*user("1+1?"), {"role": "assistant", "content": "2"}]
+    row = {"messages": [*example, *user("2+2?"), {"role": "assistant", "content": r"\boxed{4}"}], "answer": "4"}
+    path = write([row])
+
+    # The answer to an example stays: it stands before the question.
+    expected = [*example, *user("2+2?")]
+    assert load_math_dataset(path, problem_column="messages")[0]["prompt"] == expected
+    assert load_prompts(path, problem_column="messages")[0]["prompt"] == expected
+
+
 def test_named_columns_win(write):
     path = write([{"problem": "a", "text": "b", "answer": "1", "meta": {"gold": "2"}}])
 
@@ -215,6 +226,9 @@ def test_a_hub_id_is_no_path():
         # OlympiadBench: the parts of one answer.
         (["$2$", "$-3$"], "$2$, $-3$"),
         ([1, 2.0], "1, 2"),
+        # Not 1e-05, which is 1 e - 5 for the grader.
+        (1e-05, "0.00001"),
+        (-2.5e-07, "-0.00000025"),
         ("so #### (1,2)", "(1,2)"),
         ("so #### 1,234,567", "1234567"),
         ("#### Step 1\n\\boxed{5}\n#### Remark\nThe 7 is odd.", "5"),

@@ -55,6 +55,14 @@ def log(monkeypatch, caplog):
         (r"\boxed{1} or \boxed{2}", "2", 0.0),
         (r"\boxed{1} or \boxed{2}", "1, 2", 1.0),
         ("The answer is 42.", "42", 1.0),
+        # Emphasis of Markdown, and signs that look like it.
+        ("The answer is **42**.", "42", 1.0),
+        ("**The answer is 42.**", "42", 1.0),
+        ("The final answer is: `42`", "42", 1.0),
+        ("The answer is **41**.", "42", 0.0),
+        (r"\boxed{2*3*7}", "42", 1.0),
+        (r"\boxed{a_1 * a_2 * 3}", "a_1 a_2 3", 1.0),
+        (r"\boxed{0.00001}", 1e-05, 1.0),
         # A number that is not announced as the answer.
         ("I counted 42 apples on the way", "42", 0.0),
         # Parts of one message.

@@ -210,7 +210,8 @@ def test_a_dry_run_and_an_error_show_no_secret(tmp_path, monkeypatch, capsys):
     options = ["--model_name_or_path", "a/b", "--dataset_name_or_path", str(data), "--use_cpu", "--dry_run"]
     engine = {"api_key": "sk-1", "hf_overrides_": {"headers": {"Authorization": "Bearer sk-1"}}}
 
-    cli.main(["train", *options, "--run_name", "from-the-environment", "--vllm_engine_kwargs", json.dumps(engine)])
+    of_engine = ["--use_vllm", "false", "--vllm_engine_kwargs", json.dumps(engine)]
+    cli.main(["train", *options, "--run_name", "from-the-environment", *of_engine])
     with pytest.raises(SystemExit):
         cli.main(["train", *options, "--quant_scheme", "from-the-environment"])
 

@@ -51,7 +51,8 @@ def run(argv):
 
 def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("reward_funcs: my.reward\nlearning_rate: 1e-5\ntbpo_delta_low: 0.002\nlora_r: 4\n")
+    keys = {"reward_funcs": "my.reward", "learning_rate": "1e-5", "tbpo_delta_low": 0.002, "lora_r": 4}
+    recipe.write_text(yaml.safe_dump(keys | {"use_peft": True}))
 
     # A key of the script, of TRL, of this package and of the model.
     script_args, training_args, model_args = parse(["--config", str(recipe), "--learning_rate", "2e-5", *base])
@@ -300,6 +301,25 @@ def test_a_pair_of_numbers_is_no_text():
 def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
     with pytest.raises(ValueError, match=message):
         parse([*base, *extra])
+
+
+@pytest.mark.parametrize(
+    ("setting", "switch", "values"),
+    [
+        (["--lora_r", "8"], "use_peft", ("true", "false")),
+        (["--lora_target_modules", "q_proj", "v_proj"], "use_peft", ("true", "false")),
+        (["--vllm_max_model_length", "64"], "use_vllm", ("true", "false")),
+        (["--eval_dataset_name_or_path", "PROBLEMS"], "eval_strategy", ("epoch", "no")),
+    ],
+)
+def test_a_setting_without_its_switch_is_refused(base, problems, setting, switch, values):
+    setting = [word.replace("PROBLEMS", problems) for word in setting]
+    with pytest.raises(ValueError, match=f"{switch} must be set beside {setting[0].removeprefix('--')}"):
+        parse([*base, *setting])
+
+    # Control: with it all is well. Off is a choice, too.
+    for value in values:
+        parse([*base, *setting, f"--{switch}", value])
 
 
 def test_options_are_texts_lists_switches_and_negative_numbers():

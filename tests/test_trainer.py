@@ -11,7 +11,7 @@ from learner.test_features import Gradients, rollout
 from safetensors.torch import save_file
 from slow.toys import distinct_characters, logged, prompts, stored_tensors
 from toy_runs import OFF, adapter, changed, make, master_weights, stock_config, train, without_engine
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -150,6 +150,62 @@ def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
     assert logged(one, "reward") == pytest.approx(logged(both, "reward"))
     # Control: the second one counts.
     assert train(make(dense_model, tmp_path / "c")) != both_losses
+
+
+def test_rewards_of_one_name_are_logged_apart(dense_model, tmp_path):
+    def times(factor):
+        def reward(completions, **_):
+            return [factor * number for number in distinct_characters(completions)]
+
+        return reward
+
+    args = QaRLConfig(**without_engine(tmp_path, max_steps=1))
+    trainer = QaRLTrainer(dense_model, [times(1.0), times(100.0)], args, train_dataset=prompts())
+    trainer.train()
+
+    first, second = logged(trainer, "rewards/reward/mean")[0], logged(trainer, "rewards/reward_2/mean")[0]
+    assert first > 0
+    assert second == pytest.approx(100 * first)
+    # Control: together they are the reward that trains.
+    assert first + second == pytest.approx(logged(trainer, "reward")[0])
+
+
+def test_a_first_batch_of_cut_answers_alone_is_said(dense_model, tmp_path, caplog):
+    changes = {"max_steps": 1, "max_completion_length": 2, "mask_truncated_completions": True}
+    make(dense_model, tmp_path / "a", **changes).train()
+    assert "all answers were cut off at max_completion_length=2" in caplog.text
+
+    # Control: cut answers that train.
+    caplog.clear()
+    make(dense_model, tmp_path / "b", **changes | {"mask_truncated_completions": False}).train()
+    assert "cut off" not in caplog.text
+
+
+def test_trained_weights_in_16_bits_are_said(dense_model, tmp_path, caplog):
+    def warned(folder, model=dense_model, **changes):
+        caplog.clear()
+        make(model, tmp_path / folder, **changes)
+        return "trained parameters are torch.bfloat16" in caplog.text
+
+    loaded = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.bfloat16)
+    assert warned("a", loaded)
+    assert warned("b", model_init_kwargs={"dtype": "bfloat16"})
+
+    # Controls: TRL's default for a name, and an adapter in float32 on a base that nothing trains.
+    assert not warned("c")
+    assert not warned("d", model_init_kwargs={"dtype": "bfloat16"}, peft_config=adapter())
+
+
+def test_an_optimizer_of_the_user_and_muon_are_refused(dense_model, tmp_path):
+    args = QaRLConfig(**without_engine(tmp_path, optim_muon=True))
+    model = AutoModelForCausalLM.from_pretrained(dense_model)
+    adamw = torch.optim.AdamW(model.parameters())
+
+    with pytest.raises(ValueError, match="optim_muon must be False beside an optimizer"):
+        QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=(adamw, None))
+    # Control.
+    args.optim_muon = False
+    QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=(adamw, None))
 
 
 def test_a_reward_model_scores_in_high_precision(dense_model, tmp_path):

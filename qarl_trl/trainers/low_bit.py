@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -113,6 +113,12 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         else:
             # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
+
+        if args.quantized:
+            _warn_of_rounded_weights(self.model, args.learning_rate)
+        if hasattr(self, "reward_func_names"):
+            # TRL would log the rewards of one name as one, the mean of both.
+            self.reward_func_names = distinct(self.reward_func_names)
 
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
@@ -334,6 +340,31 @@ def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.M
     # Under FSDP only the first process of a machine reads weights.
     guards.on_first(args, check)
     return model
+
+
+def _warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:
+    """Warn of trained weights in 16 bits, such as those of a model that a script loads without a dtype."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rounded = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
+    if rounded:
+        logger.warning(
+            f"{len(rounded)} of {len(trained)} trained parameters are {rounded[0].dtype}, first of shape "
+            f"{tuple(rounded[0].shape)}. Updates below 1/500 of a weight are rounded away, at "
+            f"learning_rate={learning_rate:g} perhaps most of them. Load the model with dtype=torch.float32."
+        )
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, with a number at the second and further ones of those that are there several times."""
+    numbered: list[str] = []
+    for name in names:
+        number = 1
+        candidate = name
+        while candidate in numbered:
+            number += 1
+            candidate = f"{name}_{number}"
+        numbered.append(candidate)
+    return numbered
 
 
 def _anchor_folders(args: Any) -> None:

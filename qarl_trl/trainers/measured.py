@@ -79,6 +79,12 @@ class MeasuredMixin:
         hashes = torch.tensor([hash(tuple(tokens)) for tokens in completion_ids], device=rewards.device)
         guards.say_if_nothing_is_learned(weighted, self.accelerator.gather(hashes), self.num_generations)
 
+    def _look_at_truncated(self, mask: Tensor) -> None:
+        """Say so if all answers of the first rollout batch were cut off, and left out: `mask` is of the loss."""
+        if self.args.mask_truncated_completions:
+            kept = self.accelerator.gather(mask.sum().view(1)).sum()
+            guards.say_if_all_are_cut_off(int(kept), self.args.max_completion_length)
+
     @property
     def _compares_sampler(self) -> bool:
         """

@@ -74,6 +74,12 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         check_adapter(adapter, args)
     _check_targets(args, with_adapter=bool(adapters))
     _warn_of_reference(args, with_adapter=bool(adapters))
+    if not (args.quantize_learner or args.has_engine):
+        # Not refused: the files that such a run saves are in low bits.
+        logger.warning(
+            "quantize_learner=False without an engine (use_vllm): nothing runs in low bits, neither rollouts nor "
+            "learner, so this is no rollout-only baseline. Set use_vllm, or quantize_learner=True."
+        )
 
     # `None` if a quantized checkpoint has the plan: `find_source` reads that, and checks it.
     plan = args.quant_plan()

@@ -159,6 +159,19 @@ def test_a_model_that_no_step_would_change_is_refused(tmp_path, tiny_model, sche
     check_arguments(frozen, args, {"peft_config": lora})
 
 
+def test_a_run_in_which_nothing_is_in_low_bits_is_said(tmp_path, caplog):
+    def warned(**changes):
+        caplog.clear()
+        check_arguments("org/model", config(tmp_path, **changes), {})
+        return "nothing runs in low bits" in caplog.text
+
+    assert warned(quantize_learner=False)
+    # Controls: the learner, the engine, and a run that says so itself.
+    assert not warned()
+    assert not warned(quantize_learner=False, use_vllm=True)
+    assert not warned(quantize_learner=False, quant_scheme="none")
+
+
 def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path, caplog):
     def warned(kwargs=None, **changes):
         caplog.clear()
