@@ -342,7 +342,7 @@ def push(argv: Sequence[str]) -> None:
         argv: Options of `qarl-trl push`.
 
     Raises:
-        ValueError: if the folder holds no low-bit model.
+        ValueError: if the folder holds no low-bit model, or not all of one.
         OSError: if the Hub refuses or cannot be reached.
     """
     args = _push_parser().parse_args(argv)
@@ -350,9 +350,14 @@ def push(argv: Sequence[str]) -> None:
     from ..export.card import model_card
     from ..export.push import open_repo
     from ..export.push import push as push_model
+    from .evaluate.checkpoint import check_complete
 
     # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
+    # A copy that was broken off lacks files, and an engine would load the rest. The config of a model with code of its
+    # own cannot be read without running that.
+    if "auto_map" not in json.loads((args.folder / "config.json").read_text()):
+        check_complete(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision, saved_in=args.folder)
 
     commit = push_model(args.folder, name, "Low-bit model", revision=args.revision)

@@ -10,7 +10,7 @@ import torch
 from hub_server import READER, WRITER, running_hub
 from huggingface_hub import constants, snapshot_download
 from peft import LoraConfig
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 from slow.toys import save_model
 from test_trainer import make
 from trainers.runs import pairs
@@ -412,3 +412,32 @@ def test_push_refuses_master_weights(hub, model, capsys):
     assert stopped.value.code == 2
     assert "no low-bit model" in capsys.readouterr().err
     assert "me/other" not in hub.branches
+
+
+@pytest.mark.parametrize("lacks", ["a file", "a tensor", "nothing"])
+def test_push_refuses_a_model_that_is_not_complete(hub, low_bit, capsys, lacks):
+    """As a copy that was broken off: an engine loads what is there, and answers garbage."""
+    tensors = load_file(low_bit / "model.safetensors")
+    names = sorted(tensors)
+    (low_bit / "model.safetensors").unlink()
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    files = {name: file for file, part in halves.items() for name in part}
+    (low_bit / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    if lacks == "a file":
+        del halves["model-00002-of-00002.safetensors"]
+    if lacks == "a tensor":
+        scale = next(name for name in names if name.endswith("weight_scale"))
+        halves[files[scale]].remove(scale)
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, low_bit / file)
+
+    # Control: the same model in two files, with nothing missing.
+    if lacks == "nothing":
+        cli.main(["push", str(low_bit), "me/toy"])
+        assert holds_model(hub.files("me/toy"), low_bit)
+        return
+
+    with pytest.raises(SystemExit):
+        cli.main(["push", str(low_bit), "me/toy"])
+    assert "lacks" in capsys.readouterr().err
+    assert "me/toy" not in hub.branches
