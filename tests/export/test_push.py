@@ -114,6 +114,42 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
     assert "model.safetensors" not in hub.files("me/toy")
 
 
+def test_a_template_of_an_earlier_model_does_not_stay(hub, low_bit):
+    """Chat requests to a base model would get it. What is no file of a model stays."""
+    earlier = [low_bit / "chat_template.jinja", low_bit / "additional_chat_templates" / "tools.jinja"]
+    for file in earlier:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{{ messages }}")
+    open_repo("me/toy")
+    push(low_bit, "me/toy", "with templates")
+    names = {"chat_template.jinja", "additional_chat_templates/tools.jinja"}
+    assert names <= hub.files("me/toy").keys()  # control
+    hub.files("me/toy")["LICENSE"] = b"the user's"
+    hub.files("me/toy")["plots/chat_template.jinja"] = b"the user's"
+
+    for file in earlier:
+        file.unlink()
+    push(low_bit, "me/toy", "without")
+
+    assert not names & hub.files("me/toy").keys()
+    assert {"LICENSE", "plots/chat_template.jinja", "tokenizer.json"} <= hub.files("me/toy").keys()
+
+
+def test_a_public_repository_is_refused_where_it_must_be_private(hub, low_bit, capsys):
+    """The Hub would leave it public, and say nothing."""
+    open_repo("me/toy")
+    with pytest.raises(SystemExit):
+        cli.main(["push", str(low_bit), "me/toy", "--private"])
+    assert "must be private" in capsys.readouterr().err
+    assert hub.messages("me/toy") == ["initial commit"]
+
+    # Control: one that is private already, and a push that asks for nothing.
+    open_repo("me/hidden", private=True)
+    cli.main(["push", str(low_bit), "me/hidden", "--private"])
+    cli.main(["push", str(low_bit), "me/toy"])
+    assert len(hub.messages("me/hidden")) == len(hub.messages("me/toy")) == 2
+
+
 LLMCOMPRESSOR_RECIPE = """
 default_stage:
   default_modifiers:
