@@ -227,6 +227,12 @@ def _load_problems(
             system_prompt=options.system_prompt,
             max_samples=options.limit,
         )
+        repeated = len(problems[name]) - len({tuple(problem["prompt_ids"]) for problem in problems[name]})
+        if repeated:
+            print(
+                f"{name}: {repeated} of {len(problems[name])} rows repeat the prompt of another, and ± counts each as "
+                "a problem of its own, so it is too small. Give each problem once, and --k."
+            )
     return problems
 
 

@@ -375,6 +375,22 @@ def test_each_prompt_has_its_own_seed(models, sums, engine_calls):
     assert engine_calls.params[0].n == 4
 
 
+def test_a_prompt_that_comes_again_is_sampled_again_and_named(capsys, models, tmp_path, engine_calls):
+    """AIME comes in files with each problem 32 times: one seed would count one answer 32 times."""
+    rows = [{"problem": f"{number % 2}+1=", "answer": "2"} for number in range(6)]
+    evaluate(models / "w4a16", write_rows(tmp_path / "again.jsonl", rows), "--k", "4")
+
+    assert len({params.seed for params in engine_calls.params}) == 6
+    assert "again: 4 of 6 rows repeat the prompt of another" in capsys.readouterr().out
+    seeds = [params.seed for params in engine_calls.params]
+
+    # Control: the same problems once have the seeds of the first rows, and nothing is said.
+    shutil.rmtree(tmp_path / "out")
+    evaluate(models / "w4a16", write_rows(tmp_path / "once.jsonl", rows[:2]), "--k", "4")
+    assert [params.seed for params in engine_calls.params] == seeds[:2]
+    assert "repeat" not in capsys.readouterr().out
+
+
 def test_secrets_reach_the_engine_and_nothing_else(capsys, models, sums, engine_calls, tmp_path):
     settings = {"hf_token": SECRET, "max_num_seqs": 2}
 
