@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     # Late imports, so that `--help` and a wrong option need not wait for them. Cheap checks come first.
     from transformers import AutoConfig, AutoTokenizer
 
+    from ...export.files import LOW_BIT_FOLDER
     from ...rewards import load_rewards
     from .checkpoint import check_complete, check_sizes, check_vocabulary, find_checkpoint, precision
     from .grade import reward_names, try_rewards
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     params = _sampling_params(options)
 
     folder, adapter = find_checkpoint(options.model)
+    low_bit = folder / LOW_BIT_FOLDER
+    if (low_bit / "config.json").is_file():
+        print(f"{folder} holds master weights, and they are scored; the low-bit model that was trained is {low_bit}.")
     # An adapter's folder has the tokenizer of the training, which may have another chat template than the base.
     config = AutoConfig.from_pretrained(folder)
     check_sizes(folder, config)

@@ -391,6 +391,20 @@ def test_a_prompt_that_comes_again_is_sampled_again_and_named(capsys, models, tm
     assert "repeat" not in capsys.readouterr().out
 
 
+def test_master_weights_beside_the_low_bit_model_are_scored_and_named(capsys, models, sums, engine_calls, tmp_path):
+    """A checkpoint of a run holds both, and its name alone does not tell which is meant."""
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(models / "plain", checkpoint)
+    shutil.copytree(models / "w4a16", checkpoint / "low_bit")
+
+    evaluate(checkpoint, sums)
+    assert f"the low-bit model that was trained is {checkpoint / 'low_bit'}" in capsys.readouterr().out
+
+    shutil.rmtree(tmp_path / "out")
+    evaluate(checkpoint / "low_bit", sums)
+    assert "that was trained" not in capsys.readouterr().out  # control
+
+
 def test_secrets_reach_the_engine_and_nothing_else(capsys, models, sums, engine_calls, tmp_path):
     settings = {"hf_token": SECRET, "max_num_seqs": 2}
 
