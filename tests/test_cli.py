@@ -380,6 +380,25 @@ def test_export_of_an_adapter_without_all_weights_is_refused(checkpoint, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "is_said"), [([], True), (["--group_size", "32"], False), (["--scheme", "FP8_DYNAMIC"], True)]
+)
+def test_export_of_a_runs_checkpoint_in_another_scheme_says_so(checkpoint, tmp_path, capsys, options, is_said):
+    """The default is W4A16 in groups of 128, whatever the run trained."""
+    from qarl_trl import QaRLConfig
+    from qarl_trl.checkpoints.resume import identity_of
+
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(checkpoint, folder)
+    run = QaRLConfig(output_dir=str(tmp_path), quant_scheme="W4A16", quant_group_size=32, use_cpu=True, bf16=False)
+    facts = identity_of(str(checkpoint), run, run.quant_plan(), {})
+    (folder / "manifest.json").write_text(json.dumps({"number": 1, **facts, "files": {}}))
+
+    cli.main(["export", str(folder), str(tmp_path / "out"), *options])
+
+    assert ("it is another model. --scheme" in " ".join(capsys.readouterr().out.split())) == is_said
+
+
 def test_export_of_an_adapter_takes_the_class_that_its_base_had(checkpoint, tmp_path):
     """A model with a vision tower is no causal language model for transformers."""
     from peft import LoraConfig, get_peft_model

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
     from ..export.card_facts import base_facts
     from ..export.files import check_apart, check_generation_config, tensor_shapes
     from ..quant import apply_quantization
+    from ..quant.layers.layer import quantized_modules
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ..quant.source import check_index
 
@@ -90,6 +91,7 @@ def main(argv: Sequence[str]) -> None:
     )
 
     folder = save_low_bit(model, tokenizer, args.output)
+    _say_if_trained_in_another_scheme(args, quantized_modules(model))
     write_card(folder, **base_facts(source.base))
 
     # Only here: an adapter with master weights below it was merged in training, too.
@@ -129,6 +131,25 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", default=DEFAULT_TARGETS, help="modules to quantize (default: Linear)")
     parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
     return parser
+
+
+def _say_if_trained_in_another_scheme(args: argparse.Namespace, layers: Iterable[tuple[str, Any]]) -> None:
+    """Print a line if a run trained the checkpoint in a scheme that is not that of the exported layers."""
+    from ..checkpoints.folder import MANIFEST
+    from ..quant.scheme import describe_scheme
+
+    manifest = Path(args.checkpoint, MANIFEST)
+    if not manifest.is_file():
+        return
+
+    trained = json.loads(manifest.read_text()).get("scheme", "none")
+    exported = sorted({describe_scheme(layer.scheme) for _, layer in layers})
+    # The manifest has the schemes as the keys of a dictionary in words.
+    if trained != "none" and not all(f"{words!r}: " in trained for words in exported):
+        print(
+            f"{args.checkpoint} was trained in {trained}, and {args.output} has {', '.join(exported)}: it is another "
+            "model. --scheme and --group_size of the run give the one that was trained."
+        )
 
 
 def _scheme(args: argparse.Namespace, source: ExportSource) -> str | QuantizationConfig:
