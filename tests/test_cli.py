@@ -380,6 +380,21 @@ def test_export_of_an_adapter_without_all_weights_is_refused(checkpoint, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_export_of_a_classifier_is_refused(tmp_path):
+    """Where the output layer is tied no weight is missing, and only the head would be left out."""
+    from transformers import Qwen2ForSequenceClassification
+
+    tied = make_model("qwen2", tie_word_embeddings=True)
+    for name, model in (("lm", tied), ("classifier", Qwen2ForSequenceClassification(tied.config))):
+        model.save_pretrained(tmp_path / name)
+        make_tokenizer().save_pretrained(tmp_path / name)
+
+    cli.run(["export", str(tmp_path / "lm"), str(tmp_path / "control")])
+    with pytest.raises(ValueError, match="must be a language model, got Qwen2ForSequenceClassification"):
+        cli.run(["export", str(tmp_path / "classifier"), str(tmp_path / "out")])
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "is_said"), [([], True), (["--group_size", "32"], False), (["--scheme", "FP8_DYNAMIC"], True)]
 )

@@ -204,6 +204,11 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
             f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
             f"shape, first {wrong[0]}."
         )
+
+    # With a tied output layer nothing is missing, and the head would be left out.
+    saved_as = (model.config.architectures or [""])[0]
+    if "Classification" in saved_as and type(model).__name__ != saved_as:
+        raise ValueError(f"{name} must be a language model, got {saved_as}, whose head would be left out.")
     return model
 
 
