@@ -119,6 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6, paper Table 2)")
     add("--top_p", type=float, default=1.0, help="top-p of the sampling (default: 1.0)")
     add("--max_new_tokens", type=int, default=16384, help="completion token limit (default: 16384, paper Table 2)")
+    add("--stop", nargs="+", help="strings that end an answer (default: none; a recipe's are in generation_kwargs)")
     add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     add("--limit", type=int, help="number of problems from the start of each suite (default: all)")
     add(
@@ -190,6 +191,9 @@ def _sampling_params(options: argparse.Namespace) -> Any:
             temperature=options.temperature,
             top_p=options.top_p,
             max_tokens=options.max_new_tokens,
+            stop=options.stop,
+            # A reward of the training sees it, because TRL's texts are made of all tokens.
+            include_stop_str_in_output=True,
         )
     except VLLMValidationError as error:
         raise ValueError(str(error)) from error

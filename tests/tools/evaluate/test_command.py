@@ -375,6 +375,16 @@ def test_each_prompt_has_its_own_seed(models, sums, engine_calls):
     assert engine_calls.params[0].n == 4
 
 
+@pytest.mark.parametrize("stop", [["##", "\n"], None])
+def test_strings_that_end_an_answer_reach_the_engine(models, sums, engine_calls, stop):
+    """A run may stop at strings. Without them its model writes on, and another answer is graded."""
+    evaluate(models / "w4a16", sums, *(["--stop", *stop] if stop else []))
+
+    params = engine_calls.params[0]
+    assert params.stop == (stop or [])
+    assert params.include_stop_str_in_output
+
+
 def test_a_prompt_that_comes_again_is_sampled_again_and_named(capsys, models, tmp_path, engine_calls):
     """AIME comes in files with each problem 32 times: one seed would count one answer 32 times."""
     rows = [{"problem": f"{number % 2}+1=", "answer": "2"} for number in range(6)]
