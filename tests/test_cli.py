@@ -380,6 +380,19 @@ def test_export_of_an_adapter_without_all_weights_is_refused(checkpoint, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_export_names_a_template_that_an_earlier_model_left(checkpoint, tmp_path, capsys):
+    """Other files in the output stay, and an engine uses this one."""
+    cli.main(["export", str(checkpoint), str(tmp_path / "out")])
+    assert "chat_template" not in capsys.readouterr().out  # control
+
+    template = tmp_path / "out" / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    cli.main(["export", str(checkpoint), str(tmp_path / "out")])
+
+    assert f"{template} is of another model" in capsys.readouterr().out
+    assert template.is_file()
+
+
 def test_export_of_a_classifier_is_refused(tmp_path):
     """Where the output layer is tied no weight is missing, and only the head would be left out."""
     from transformers import Qwen2ForSequenceClassification

@@ -92,6 +92,9 @@ def main(argv: Sequence[str]) -> None:
 
     folder = save_low_bit(model, tokenizer, args.output)
     _say_if_trained_in_another_scheme(args, quantized_modules(model))
+    template = folder / "chat_template.jinja"
+    if tokenizer.chat_template is None and template.is_file():
+        print(f"{template} is of another model, and an engine uses it: the tokenizer of this one has none. Delete it.")
     write_card(folder, **base_facts(source.base))
 
     # Only here: an adapter with master weights below it was merged in training, too.
