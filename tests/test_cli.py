@@ -393,6 +393,15 @@ def test_export_names_a_template_that_an_earlier_model_left(checkpoint, tmp_path
     assert template.is_file()
 
 
+@pytest.mark.parametrize(
+    ("pattern", "is_said"), [("model.layers.0", True), (r"re:model\.layers\.0\..*q_proj$", False)]
+)
+def test_export_names_what_ignore_does_not_keep(checkpoint, tmp_path, capsys, pattern, is_said):
+    cli.main(["export", str(checkpoint), str(tmp_path / "out"), "--ignore", "lm_head", pattern])
+
+    assert ("--ignore: ['model.layers.0'] match no layer" in capsys.readouterr().out) == is_said
+
+
 def test_export_of_a_classifier_is_refused(tmp_path):
     """Where the output layer is tied no weight is missing, and only the head would be left out."""
     from transformers import Qwen2ForSequenceClassification

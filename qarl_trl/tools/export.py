@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
     from ..quant.layers.layer import quantized_modules
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ..quant.source import check_index
+    from ..validate.layers import unused_patterns, words_of_unused
 
     # All that can be refused is refused before the weights are read.
     resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
@@ -89,6 +90,10 @@ def main(argv: Sequence[str]) -> None:
         ignore=DEFAULT_IGNORE if args.ignore is None else args.ignore,
         group_size=args.group_size,
     )
+
+    unused = unused_patterns(model, args.ignore or ())
+    if unused:
+        print(f"--ignore: {words_of_unused(unused)}")
 
     folder = save_low_bit(model, tokenizer, args.output)
     _say_if_trained_in_another_scheme(args, quantized_modules(model))
