@@ -380,6 +380,62 @@ def test_export_of_an_adapter_without_all_weights_is_refused(checkpoint, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_export_names_a_template_that_an_earlier_model_left(checkpoint, tmp_path, capsys):
+    """Other files in the output stay, and an engine uses this one."""
+    cli.main(["export", str(checkpoint), str(tmp_path / "out")])
+    assert "chat_template" not in capsys.readouterr().out  # control
+
+    template = tmp_path / "out" / "chat_template.jinja"
+    template.write_text("{{ messages }}")
+    cli.main(["export", str(checkpoint), str(tmp_path / "out")])
+
+    assert f"{template} is of another model" in capsys.readouterr().out
+    assert template.is_file()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "is_said"), [("model.layers.0", True), (r"re:model\.layers\.0\..*q_proj$", False)]
+)
+def test_export_names_what_ignore_does_not_keep(checkpoint, tmp_path, capsys, pattern, is_said):
+    cli.main(["export", str(checkpoint), str(tmp_path / "out"), "--ignore", "lm_head", pattern])
+
+    assert ("--ignore: ['model.layers.0'] match no layer" in capsys.readouterr().out) == is_said
+
+
+def test_export_of_a_classifier_is_refused(tmp_path):
+    """Where the output layer is tied no weight is missing, and only the head would be left out."""
+    from transformers import Qwen2ForSequenceClassification
+
+    tied = make_model("qwen2", tie_word_embeddings=True)
+    for name, model in (("lm", tied), ("classifier", Qwen2ForSequenceClassification(tied.config))):
+        model.save_pretrained(tmp_path / name)
+        make_tokenizer().save_pretrained(tmp_path / name)
+
+    cli.run(["export", str(tmp_path / "lm"), str(tmp_path / "control")])
+    with pytest.raises(ValueError, match="must be a language model, got Qwen2ForSequenceClassification"):
+        cli.run(["export", str(tmp_path / "classifier"), str(tmp_path / "out")])
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "is_said"), [([], True), (["--group_size", "32"], False), (["--scheme", "FP8_DYNAMIC"], True)]
+)
+def test_export_of_a_runs_checkpoint_in_another_scheme_says_so(checkpoint, tmp_path, capsys, options, is_said):
+    """The default is W4A16 in groups of 128, whatever the run trained."""
+    from qarl_trl import QaRLConfig
+    from qarl_trl.checkpoints.resume import identity_of
+
+    folder = tmp_path / "checkpoint-4"
+    shutil.copytree(checkpoint, folder)
+    run = QaRLConfig(output_dir=str(tmp_path), quant_scheme="W4A16", quant_group_size=32, use_cpu=True, bf16=False)
+    facts = identity_of(str(checkpoint), run, run.quant_plan(), {})
+    (folder / "manifest.json").write_text(json.dumps({"number": 1, **facts, "files": {}}))
+
+    cli.main(["export", str(folder), str(tmp_path / "out"), *options])
+
+    assert ("it is another model. --scheme" in " ".join(capsys.readouterr().out.split())) == is_said
+
+
 def test_export_of_an_adapter_takes_the_class_that_its_base_had(checkpoint, tmp_path):
     """A model with a vision tower is no causal language model for transformers."""
     from peft import LoraConfig, get_peft_model

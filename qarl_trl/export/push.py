@@ -40,7 +40,8 @@ MODEL_FILES = (
 )
 # A user's recipe has this name too, and may hold a token.
 RECIPE = "recipe.yaml"
-# A push deletes such files at a repository's root if the new model lacks them: an engine would load them too.
+# A push deletes such files if the new model lacks them, and other `MODEL_FILES`, too: an engine would load them.
+TEMPLATES = "additional_chat_templates/"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
 
 
@@ -66,14 +67,25 @@ def open_repo(
 
     Raises:
         OSError: if the Hub cannot be reached or refuses. The message says why and what to do, and where the model is.
+        ValueError: if the repository must be private, and a public one is there.
     """
     api = HfApi(token=token)
+    is_public = False
     with _errors_named(name, api, _ways_on(saved_in, name, revision)):
         name = api.create_repo(name, private=private, exist_ok=True).repo_id
         # `create_repo` also succeeds for a user who may only read an existing repository.
         api.auth_check(name, write=True)
+        # Of a repository that exists `create_repo` changes nothing.
+        if private:
+            is_public = not api.model_info(name).private
         if revision not in (None, "main"):
             api.create_branch(name, branch=revision, exist_ok=True)
+    # Outside of the block, because it is no error of the Hub.
+    if is_public:
+        raise ValueError(
+            f"{name} on {api.endpoint} must be private (--private, hub_private_repo), and it is public. "
+            "Make it private in its settings there, or give another name."
+        )
     return name
 
 
@@ -147,8 +159,13 @@ def _ways_on(folder: Path | None, name: str, revision: str | None) -> str:
 
 
 def _is_stale(file: str, pushed: Collection[str]) -> bool:
-    """Whether a file of a repository is a weight at its root that is not in the new model."""
-    return "/" not in file and _matches(file, WEIGHTS) and file not in pushed
+    """Whether a file of a repository is one of an earlier model's, and not in the new model."""
+    if file in pushed or file == CARD:
+        return False
+    # Of the folders only that of the templates is the tokenizer's.
+    if "/" in file:
+        return file.startswith(TEMPLATES)
+    return _matches(file, (*WEIGHTS, *MODEL_FILES))
 
 
 @contextmanager
@@ -209,7 +226,7 @@ def model_files(folder: Path) -> dict[str, Path]:
         files.append(folder / RECIPE)
 
     # transformers puts further templates of a tokenizer into this folder.
-    files += sorted(folder.glob("additional_chat_templates/*.jinja"))
+    files += sorted(folder.glob(f"{TEMPLATES}*.jinja"))
     return {file.relative_to(folder).as_posix(): file for file in files}
 
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,10 @@ def main(argv: Sequence[str]) -> None:
     from ..export.card_facts import base_facts
     from ..export.files import check_apart, check_generation_config, tensor_shapes
     from ..quant import apply_quantization
+    from ..quant.layers.layer import quantized_modules
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ..quant.source import check_index
+    from ..validate.layers import unused_patterns, words_of_unused
 
     # All that can be refused is refused before the weights are read.
     resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
@@ -89,7 +91,15 @@ def main(argv: Sequence[str]) -> None:
         group_size=args.group_size,
     )
 
+    unused = unused_patterns(model, args.ignore or ())
+    if unused:
+        print(f"--ignore: {words_of_unused(unused)}")
+
     folder = save_low_bit(model, tokenizer, args.output)
+    _say_if_trained_in_another_scheme(args, quantized_modules(model))
+    template = folder / "chat_template.jinja"
+    if tokenizer.chat_template is None and template.is_file():
+        print(f"{template} is of another model, and an engine uses it: the tokenizer of this one has none. Delete it.")
     write_card(folder, **base_facts(source.base))
 
     # Only here: an adapter with master weights below it was merged in training, too.
@@ -129,6 +139,25 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", default=DEFAULT_TARGETS, help="modules to quantize (default: Linear)")
     parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
     return parser
+
+
+def _say_if_trained_in_another_scheme(args: argparse.Namespace, layers: Iterable[tuple[str, Any]]) -> None:
+    """Print a line if a run trained the checkpoint in a scheme that is not that of the exported layers."""
+    from ..checkpoints.folder import MANIFEST
+    from ..quant.scheme import describe_scheme
+
+    manifest = Path(args.checkpoint, MANIFEST)
+    if not manifest.is_file():
+        return
+
+    trained = json.loads(manifest.read_text()).get("scheme", "none")
+    exported = sorted({describe_scheme(layer.scheme) for _, layer in layers})
+    # The manifest has the schemes as the keys of a dictionary in words.
+    if trained != "none" and not all(f"{words!r}: " in trained for words in exported):
+        print(
+            f"{args.checkpoint} was trained in {trained}, and {args.output} has {', '.join(exported)}: it is another "
+            "model. --scheme and --group_size of the run give the one that was trained."
+        )
 
 
 def _scheme(args: argparse.Namespace, source: ExportSource) -> str | QuantizationConfig:
@@ -183,6 +212,11 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
             f"{name} has not the weights that its config.json describes: {len(wrong)} are missing or of another "
             f"shape, first {wrong[0]}."
         )
+
+    # With a tied output layer nothing is missing, and the head would be left out.
+    saved_as = (model.config.architectures or [""])[0]
+    if "Classification" in saved_as and type(model).__name__ != saved_as:
+        raise ValueError(f"{name} must be a language model, got {saved_as}, whose head would be left out.")
     return model
 
 
@@ -342,7 +376,7 @@ def push(argv: Sequence[str]) -> None:
         argv: Options of `qarl-trl push`.
 
     Raises:
-        ValueError: if the folder holds no low-bit model.
+        ValueError: if the folder holds no low-bit model, or not all of one.
         OSError: if the Hub refuses or cannot be reached.
     """
     args = _push_parser().parse_args(argv)
@@ -350,9 +384,14 @@ def push(argv: Sequence[str]) -> None:
     from ..export.card import model_card
     from ..export.push import open_repo
     from ..export.push import push as push_model
+    from .evaluate.checkpoint import check_complete
 
     # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
+    # A copy that was broken off lacks files, and an engine would load the rest. The config of a model with code of its
+    # own cannot be read without running that.
+    if "auto_map" not in json.loads((args.folder / "config.json").read_text()):
+        check_complete(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision, saved_in=args.folder)
 
     commit = push_model(args.folder, name, "Low-bit model", revision=args.revision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig
 from ..learner.probe import layers_that_run_on
 from ..quant.convert import MERGED_BY_ENGINES, apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
-from ..quant.layers.layer import LowBitLayer
+from ..quant.layers.layer import LowBitLayer, quantized_modules
 from ..quant.names import checkpoint_modules
 from ..quant.scheme import DEFAULT_IGNORE
 from ..rollout.engine_gemm import GEMMS
@@ -70,7 +71,9 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
     model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
     check_head(model)
     if plan is not None:
-        _warn_of_ignored(model, plan)
+        unused = unused_patterns(model, plan.ignore or ())
+        if unused:
+            logger.warning(f"quant_ignore: {words_of_unused(unused)}")
         _warn_of_merged(model)
 
     has_experts = any(isinstance(module, QuantExperts) for module in model.modules())
@@ -84,9 +87,16 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
             engine_rank(adapter.r)  # raises if vLLM has none
 
 
-def _warn_of_ignored(model: nn.Module, plan: QuantizationConfig) -> None:
-    """Warn of ignored names that match nothing: with a typing error a layer that was to stay would be quantized."""
-    modules = list(checkpoint_modules(model))
+def unused_patterns(model: nn.Module, ignore: Sequence[str]) -> list[str]:
+    """
+    Ignored names that keep nothing in high precision: with a typing error a layer that was to stay is quantized.
+
+    Args:
+        model: A quantized model.
+        ignore: The names and patterns.
+    """
+    # The name of a module is not that of the layers in it, which are quantized.
+    modules = [named for named in checkpoint_modules(model) if not any(quantized_modules(named[1]))]
     linear = nn.Linear(1, 1, device="meta")
     for name, module in expert_modules(model):
         if has_known_layout(module):
@@ -94,10 +104,16 @@ def _warn_of_ignored(model: nn.Module, plan: QuantizationConfig) -> None:
                 modules += [(layer, linear) for layer in layer_names(name, module, parameter)]
 
     # Those of the default are for all models.
-    of_user = [pattern for pattern in plan.ignore or () if pattern not in DEFAULT_IGNORE]
-    unused = [pattern for pattern in of_user if not any(match_targets(*named, [pattern]) for named in modules)]
-    if unused:
-        logger.warning(f"quant_ignore: {unused} match no module of the model, so they keep nothing in high precision.")
+    of_user = [pattern for pattern in ignore if pattern not in DEFAULT_IGNORE]
+    return [pattern for pattern in of_user if not any(match_targets(*named, [pattern]) for named in modules)]
+
+
+def words_of_unused(patterns: Sequence[str]) -> str:
+    """What to say of [`unused_patterns`]."""
+    return (
+        f"{patterns} match no layer of the model, so they keep nothing in high precision. All layers of a module are "
+        r"'re:model\.layers\.0\..*'."
+    )
 
 
 def _warn_of_merged(model: nn.Module) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from ..export.files import check_generation_config
 from ..quant.names import architecture_of
 from .types import RunSettings
+
+
+# Arguments of `from_pretrained` that say where the files of a model are.
+_OF_THE_HUB = ("revision", "token", "cache_dir", "local_files_only")
 
 
 def loading_arguments(args: RunSettings) -> dict[str, Any]:
@@ -45,6 +49,38 @@ def config_of(model: str | nn.Module, args: RunSettings) -> PretrainedConfig:
     # The learner's model is never one of transformers' quantized models: it has master weights.
     vars(config).pop("quantization_config", None)
     return config
+
+
+def check_saved_generation_config(model: str | nn.Module, args: RunSettings) -> None:
+    """
+    Refuse a generation config that transformers reads with a warning and does not write.
+
+    Args:
+        model: The model or its name.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: if it cannot be saved, which the first checkpoint would be the first to find out.
+    """
+    if isinstance(model, str):
+        hub = {name: value for name, value in loading_arguments(args).items() if name in _OF_THE_HUB}
+        try:
+            generation_config = GenerationConfig.from_pretrained(model, **hub)
+        except OSError:  # a model without one
+            return
+    else:
+        generation_config = getattr(model, "generation_config", None)
+    if generation_config is None:
+        return
+
+    try:
+        generation_config.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).partition("If you're using a pretrained")[0].split())
+        raise ValueError(
+            f"The model's generation_config.json must be one that transformers saves, or no checkpoint could be "
+            f"written: {reason} Set do_sample to true in that file, or take these fields out."
+        ) from error
 
 
 def _config_of_name(model: str, args: RunSettings) -> PretrainedConfig:

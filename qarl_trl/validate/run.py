@@ -17,7 +17,7 @@ from .folders import check_folders
 from .kv_cache import check_kv_cache
 from .layers import check_attention, check_dropout, check_layers, check_packing
 from .memory import check_host_memory
-from .model import config_of, skeleton
+from .model import check_saved_generation_config, config_of, skeleton
 from .prompts import check_prompts
 from .source import find_source
 from .teacher import check_teacher, teacher_to_load
@@ -53,6 +53,9 @@ def check_run(
     # All before needs the arguments and files' headers alone. From here on the model's config is read.
     source = find_source(model, args)
     config = config_of(model, args)
+    # A server saves nothing.
+    if trainer_arguments:
+        check_saved_generation_config(model, args)
     check_teacher(model, config, source, args, trainer_arguments)
 
     if args.quantized:

@@ -10,7 +10,7 @@ import torch
 from hub_server import READER, WRITER, running_hub
 from huggingface_hub import constants, snapshot_download
 from peft import LoraConfig
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save_file
 from slow.toys import save_model
 from test_trainer import make
 from trainers.runs import pairs
@@ -112,6 +112,42 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
 
     assert holds_model(hub.files("me/toy", "v2"), low_bit)
     assert "model.safetensors" not in hub.files("me/toy")
+
+
+def test_a_template_of_an_earlier_model_does_not_stay(hub, low_bit):
+    """Chat requests to a base model would get it. What is no file of a model stays."""
+    earlier = [low_bit / "chat_template.jinja", low_bit / "additional_chat_templates" / "tools.jinja"]
+    for file in earlier:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{{ messages }}")
+    open_repo("me/toy")
+    push(low_bit, "me/toy", "with templates")
+    names = {"chat_template.jinja", "additional_chat_templates/tools.jinja"}
+    assert names <= hub.files("me/toy").keys()  # control
+    hub.files("me/toy")["LICENSE"] = b"the user's"
+    hub.files("me/toy")["plots/chat_template.jinja"] = b"the user's"
+
+    for file in earlier:
+        file.unlink()
+    push(low_bit, "me/toy", "without")
+
+    assert not names & hub.files("me/toy").keys()
+    assert {"LICENSE", "plots/chat_template.jinja", "tokenizer.json"} <= hub.files("me/toy").keys()
+
+
+def test_a_public_repository_is_refused_where_it_must_be_private(hub, low_bit, capsys):
+    """The Hub would leave it public, and say nothing."""
+    open_repo("me/toy")
+    with pytest.raises(SystemExit):
+        cli.main(["push", str(low_bit), "me/toy", "--private"])
+    assert "must be private" in capsys.readouterr().err
+    assert hub.messages("me/toy") == ["initial commit"]
+
+    # Control: one that is private already, and a push that asks for nothing.
+    open_repo("me/hidden", private=True)
+    cli.main(["push", str(low_bit), "me/hidden", "--private"])
+    cli.main(["push", str(low_bit), "me/toy"])
+    assert len(hub.messages("me/hidden")) == len(hub.messages("me/toy")) == 2
 
 
 LLMCOMPRESSOR_RECIPE = """
@@ -412,3 +448,32 @@ def test_push_refuses_master_weights(hub, model, capsys):
     assert stopped.value.code == 2
     assert "no low-bit model" in capsys.readouterr().err
     assert "me/other" not in hub.branches
+
+
+@pytest.mark.parametrize("lacks", ["a file", "a tensor", "nothing"])
+def test_push_refuses_a_model_that_is_not_complete(hub, low_bit, capsys, lacks):
+    """As a copy that was broken off: an engine loads what is there, and answers garbage."""
+    tensors = load_file(low_bit / "model.safetensors")
+    names = sorted(tensors)
+    (low_bit / "model.safetensors").unlink()
+    halves = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    files = {name: file for file, part in halves.items() for name in part}
+    (low_bit / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    if lacks == "a file":
+        del halves["model-00002-of-00002.safetensors"]
+    if lacks == "a tensor":
+        scale = next(name for name in names if name.endswith("weight_scale"))
+        halves[files[scale]].remove(scale)
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, low_bit / file)
+
+    # Control: the same model in two files, with nothing missing.
+    if lacks == "nothing":
+        cli.main(["push", str(low_bit), "me/toy"])
+        assert holds_model(hub.files("me/toy"), low_bit)
+        return
+
+    with pytest.raises(SystemExit):
+        cli.main(["push", str(low_bit), "me/toy"])
+    assert "lacks" in capsys.readouterr().err
+    assert "me/toy" not in hub.branches

@@ -120,6 +120,9 @@ def test_the_layers_of_each_model_are_checked_at_the_start_of_a_run(tmp_path):
         ("qwen3", r"re:.*q_porj$", True),
         ("qwen3", "model.layers.0.self_attn.q_proj", False),
         ("qwen3", r"re:.*q_proj$", False),
+        # The name of a module is not that of its layers.
+        ("qwen3", "model.layers.0", True),
+        ("qwen3", r"re:model\.layers\.0\.mlp\..*", False),
         # Experts have names in a checkpoint only: in memory all of a layer are one module.
         ("qwen3_moe", r"re:.*experts\.\d+\.up_porj$", True),
         ("qwen3_moe", r"re:.*mlp\.experts\..*", False),
@@ -132,7 +135,7 @@ def test_an_ignored_name_that_matches_nothing_is_said(tmp_path, caplog, tiny_mod
 
     check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, None)
 
-    said = [record.message for record in caplog.records if "match no module" in record.message]
+    said = [record.message for record in caplog.records if "match no layer" in record.message]
     assert len(said) == unused
     assert not unused or str([pattern]) in said[0]
 

@@ -1,9 +1,14 @@
 """`qarl_trl.validate.model`: a model of which there is nothing to read is named."""
 
+import json
+from pathlib import Path
+
 import pytest
 from configs import config
+from conftest import make_model
 
-from qarl_trl.validate import config_of
+from qarl_trl.validate import check_run, config_of
+from qarl_trl.validate.model import check_saved_generation_config
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path):
@@ -19,3 +24,28 @@ def test_a_folder_without_a_config_keeps_transformers_reason(tmp_path):
     with pytest.raises((OSError, ValueError)) as error:
         config_of(str(tmp_path / "empty"), config(tmp_path / "run"))
     assert "is no folder here" not in str(error.value)
+
+
+@pytest.mark.parametrize("as_name", [True, False])
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_generation_config_that_no_checkpoint_could_hold_is_refused_before_the_run(
+    dense_model, tmp_path, as_name, saves
+):
+    """transformers warns when it reads such a file, and fails when it writes it: at the first checkpoint."""
+    model = make_model()
+    model.generation_config.temperature = 0.6
+    # Control: with sampling the temperature means something.
+    model.generation_config.do_sample = saves
+    model.config._name_or_path = dense_model
+    if as_name:
+        model.generation_config.do_sample = True
+        model.save_pretrained(tmp_path / "model")
+        file = Path(tmp_path / "model" / "generation_config.json")
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": saves}))
+        model = str(tmp_path / "model")
+
+    if saves:
+        check_saved_generation_config(model, config(tmp_path / "run"))
+        return
+    with pytest.raises(ValueError, match="temperature.* Set do_sample to true"):
+        check_run(model, config(tmp_path / "run"), {"model": model})

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     # Late imports, so that `--help` and a wrong option need not wait for them. Cheap checks come first.
     from transformers import AutoConfig, AutoTokenizer
 
+    from ...export.files import LOW_BIT_FOLDER
     from ...rewards import load_rewards
     from .checkpoint import check_complete, check_sizes, check_vocabulary, find_checkpoint, precision
     from .grade import reward_names, try_rewards
@@ -45,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     params = _sampling_params(options)
 
     folder, adapter = find_checkpoint(options.model)
+    low_bit = folder / LOW_BIT_FOLDER
+    if (low_bit / "config.json").is_file():
+        print(f"{folder} holds master weights, and they are scored; the low-bit model that was trained is {low_bit}.")
     # An adapter's folder has the tokenizer of the training, which may have another chat template than the base.
     config = AutoConfig.from_pretrained(folder)
     check_sizes(folder, config)
@@ -115,6 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6, paper Table 2)")
     add("--top_p", type=float, default=1.0, help="top-p of the sampling (default: 1.0)")
     add("--max_new_tokens", type=int, default=16384, help="completion token limit (default: 16384, paper Table 2)")
+    add("--stop", nargs="+", help="strings that end an answer (default: none; a recipe's are in generation_kwargs)")
     add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     add("--limit", type=int, help="number of problems from the start of each suite (default: all)")
     add(
@@ -186,6 +191,9 @@ def _sampling_params(options: argparse.Namespace) -> Any:
             temperature=options.temperature,
             top_p=options.top_p,
             max_tokens=options.max_new_tokens,
+            stop=options.stop,
+            # A reward of the training sees it, because TRL's texts are made of all tokens.
+            include_stop_str_in_output=True,
         )
     except VLLMValidationError as error:
         raise ValueError(str(error)) from error
@@ -227,6 +235,12 @@ def _load_problems(
             system_prompt=options.system_prompt,
             max_samples=options.limit,
         )
+        repeated = len(problems[name]) - len({tuple(problem["prompt_ids"]) for problem in problems[name]})
+        if repeated:
+            print(
+                f"{name}: {repeated} of {len(problems[name])} rows repeat the prompt of another, and ± counts each as "
+                "a problem of its own, so it is too small. Give each problem once, and --k."
+            )
     return problems
 
 

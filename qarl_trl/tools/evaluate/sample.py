@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,21 +73,24 @@ def cpu_cache(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def generate(engine: Any, prompts: Sequence[Sequence[int]], params: Any, seed: int) -> list[Any]:
     """
-    Sample completions of prompts, each from its own seed: other prompts do not change them.
+    Sample completions of prompts, each from its own seed: other prompts do not change them. A prompt that comes again
+    has another seed.
 
     Args:
         engine: A `vllm.LLM`.
         prompts: Token ids of each prompt.
         params: `vllm.SamplingParams`, which are copied.
-        seed: The seed of a prompt comes from this and its token ids.
+        seed: The seed of a prompt comes from this, its token ids, and how often the prompt came before.
 
     Returns:
         vLLM's output for each prompt.
     """
     seeded = []
+    times: Counter[tuple[int, ...]] = Counter()
     for ids in prompts:
         of_prompt = params.clone()
-        of_prompt.seed = prompt_seed(ids, seed)
+        of_prompt.seed = prompt_seed(ids, seed, times[tuple(ids)])
+        times[tuple(ids)] += 1
         seeded.append(of_prompt)
 
     # vLLM 0.31 divides by the time of a progress bar, which is 0 if the user has turned bars off.
@@ -94,16 +98,19 @@ def generate(engine: Any, prompts: Sequence[Sequence[int]], params: Any, seed: i
     return engine.generate([{"prompt_token_ids": list(ids)} for ids in prompts], seeded, use_tqdm=bar)
 
 
-def prompt_seed(prompt_ids: Sequence[int], seed: int) -> int:
+def prompt_seed(prompt_ids: Sequence[int], seed: int, before: int = 0) -> int:
     """
     A seed of 31 bits for a prompt.
 
     Args:
         prompt_ids: Its token ids.
         seed: The seed of the whole evaluation.
+        before: How often the same prompt came before.
     """
     # A hash of Python's own would differ from process to process.
     text = f"{seed} {list(prompt_ids)}"
+    if before:
+        text += f" {before}"
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:4]) >> 1
 

@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run in runs:
         judgements = judge(run)
         print(f"{run.name}: {headline(judgements)}")
+        if run.note:
+            print(f"  {run.note}")
         for judgement in judgements:
             if judgement.level != "good":
                 print(f"  {MARKS[judgement.level]} {judgement.text}. {judgement.advice}".rstrip())
@@ -104,7 +106,8 @@ def _verdict(run: LoggedRun, heading: str) -> str:
     """The section about a run: its state, and a line for each judgement."""
     judgements = judge(run)
     lines = "".join(map(_line, judgements))
-    return f"<section>{heading}<b>{headline(judgements)}</b>{lines}</section>"
+    note = f"<p>{escape(run.note)}</p>" if run.note else ""
+    return f"<section>{heading}<b>{headline(judgements)}</b>{note}{lines}</section>"
 
 
 def _line(judgement: Judgement) -> str:

@@ -25,10 +25,12 @@ class LoggedRun:
     Attributes:
         name: Name of the run, for headings.
         log: A row for each log line, with its `step`.
+        note: Which log this is, if the run's folder has several; otherwise empty.
     """
 
     name: str
     log: list[dict[str, Any]]
+    note: str = ""
 
     @cached_property
     def points(self) -> list[dict[str, float]]:
@@ -104,16 +106,40 @@ def read_run(folder: Path, name: str) -> LoggedRun:
         ValueError: if it has none, an empty one, or a file that is no log.
     """
     files = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
-    logs = [_read_log(file) for file in files]
+    logs = {file: _read_log(file) for file in files}
     if not logs:
         raise ValueError(f"{folder} is not a run: no trainer_state.json (`trainer.save_state()`), no checkpoint-*/.")
 
-    # Each checkpoint has the log up to its step, so the one that is furthest on holds the others. Its number of lines
-    # does not tell: a resumed run may log less often. Of two that end together one has the summary of the training.
-    log = max(logs, key=lambda rows: (max((row["step"] for row in rows), default=0), len(rows)))
+    ends = _ends(logs)
+    # A run that went back to an earlier checkpoint leaves the later ones, with another log, and goes on in a new one.
+    file = max(ends, key=lambda file: (file.stat().st_mtime_ns, _length(logs[file])))
+    log = logs[file]
     if not log:
         raise ValueError(f"{folder} has logged nothing yet: its log is empty.")
-    return LoggedRun(name, log)
+
+    note = ""
+    if len(ends) > 1:
+        others = ", ".join(str(other.relative_to(folder)) for other in ends if other != file)
+        note = f"the newest log, {file.relative_to(folder)}, was read; not continued, so left out: {others}"
+    return LoggedRun(name, log, note)
+
+
+def _ends(logs: dict[Path, list[dict[str, Any]]]) -> list[Path]:
+    """The files whose log no other file goes on with: a run that never went back has one."""
+    # Each checkpoint has the log up to its step. As text, because NaN is not equal to itself.
+    texts = {file: [json.dumps(row, sort_keys=True) for row in rows] for file, rows in logs.items()}
+    ends: list[Path] = []
+    # The longest first, so that of equal ones the first is the end.
+    for file in sorted(texts, key=lambda file: len(texts[file]), reverse=True):
+        rows = texts[file]
+        if not any(texts[end][: len(rows)] == rows for end in ends):
+            ends.append(file)
+    return ends
+
+
+def _length(log: list[dict[str, Any]]) -> tuple[float, int]:
+    """How far on a log is: its last step, and its number of lines."""
+    return max((row["step"] for row in log), default=0), len(log)
 
 
 def _read_log(file: Path) -> list[dict[str, Any]]:

@@ -375,6 +375,46 @@ def test_each_prompt_has_its_own_seed(models, sums, engine_calls):
     assert engine_calls.params[0].n == 4
 
 
+@pytest.mark.parametrize("stop", [["##", "\n"], None])
+def test_strings_that_end_an_answer_reach_the_engine(models, sums, engine_calls, stop):
+    """A run may stop at strings. Without them its model writes on, and another answer is graded."""
+    evaluate(models / "w4a16", sums, *(["--stop", *stop] if stop else []))
+
+    params = engine_calls.params[0]
+    assert params.stop == (stop or [])
+    assert params.include_stop_str_in_output
+
+
+def test_a_prompt_that_comes_again_is_sampled_again_and_named(capsys, models, tmp_path, engine_calls):
+    """AIME comes in files with each problem 32 times: one seed would count one answer 32 times."""
+    rows = [{"problem": f"{number % 2}+1=", "answer": "2"} for number in range(6)]
+    evaluate(models / "w4a16", write_rows(tmp_path / "again.jsonl", rows), "--k", "4")
+
+    assert len({params.seed for params in engine_calls.params}) == 6
+    assert "again: 4 of 6 rows repeat the prompt of another" in capsys.readouterr().out
+    seeds = [params.seed for params in engine_calls.params]
+
+    # Control: the same problems once have the seeds of the first rows, and nothing is said.
+    shutil.rmtree(tmp_path / "out")
+    evaluate(models / "w4a16", write_rows(tmp_path / "once.jsonl", rows[:2]), "--k", "4")
+    assert [params.seed for params in engine_calls.params] == seeds[:2]
+    assert "repeat" not in capsys.readouterr().out
+
+
+def test_master_weights_beside_the_low_bit_model_are_scored_and_named(capsys, models, sums, engine_calls, tmp_path):
+    """A checkpoint of a run holds both, and its name alone does not tell which is meant."""
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(models / "plain", checkpoint)
+    shutil.copytree(models / "w4a16", checkpoint / "low_bit")
+
+    evaluate(checkpoint, sums)
+    assert f"the low-bit model that was trained is {checkpoint / 'low_bit'}" in capsys.readouterr().out
+
+    shutil.rmtree(tmp_path / "out")
+    evaluate(checkpoint / "low_bit", sums)
+    assert "that was trained" not in capsys.readouterr().out  # control
+
+
 def test_secrets_reach_the_engine_and_nothing_else(capsys, models, sums, engine_calls, tmp_path):
     settings = {"hf_token": SECRET, "max_num_seqs": 2}
 

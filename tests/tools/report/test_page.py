@@ -142,6 +142,18 @@ def test_the_verdict_is_printed_too(tmp_path, capsys):
     assert said[-1] == f"written to {run / 'report.html'}"
 
 
+def test_a_log_that_was_left_out_is_named(tmp_path, capsys):
+    run = write_run(tmp_path / "a", log(3), checkpoint=12)
+    cli.main(["report", str(run)])
+    assert "left out" not in capsys.readouterr().out  # control: one log
+
+    write_run(run, log(2, reward=0.9), checkpoint=8)
+    cli.main(["report", str(run)])
+
+    assert "left out: checkpoint-12/trainer_state.json" in capsys.readouterr().out
+    assert "left out: checkpoint-12/trainer_state.json" in (run / "report.html").read_text()
+
+
 def test_advice_is_a_link_to_the_docs(tmp_path):
     run = write_run(tmp_path / "a", log(**{"quant/flip_frac": 0.4}))
     site = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"]

@@ -1,6 +1,7 @@
 """A run's folder: the log, and one point per rollout batch."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -44,6 +45,26 @@ def test_a_log_that_is_furthest_on_may_have_fewer_lines(tmp_path):
     write_run(tmp_path / "a", [*rows[:4], rows[11]], checkpoint=12)
 
     assert read_run(tmp_path / "a", "a").log[-1]["step"] == 12
+
+
+@pytest.mark.parametrize("went_back", [True, False])
+def test_after_a_return_to_an_earlier_checkpoint_the_newest_log_is_read(tmp_path, went_back):
+    """Checkpoints that were left behind are further on, and would be judged in place of the run."""
+    before = log(3)
+    after = [*before[:4], *log(2, reward=0.9)[4:]]
+    if not went_back:
+        after = before[:8]
+    write_run(tmp_path, before[:4], checkpoint=4)
+    write_run(tmp_path, before, checkpoint=12)
+    write_run(tmp_path, after, checkpoint=8)
+    for seconds, checkpoint in enumerate((4, 12, 8)):
+        os.utime(tmp_path / f"checkpoint-{checkpoint}" / "trainer_state.json", (seconds, seconds))
+
+    run = read_run(tmp_path, "a")
+
+    # Control: a log that another goes on with is not read, whenever its file was written, as by a copy.
+    assert run.log == (after if went_back else before)
+    assert ("left out: checkpoint-12/trainer_state.json" in run.note) == went_back
 
 
 def test_a_point_has_the_extremes_of_its_rollout_batch(run):
