@@ -30,8 +30,9 @@ Reward = Callable[..., list[float | None]]
 REWARD_TIMEOUT_S = 120.0
 # The answer is at the end; regular expressions over 60 kB of reasoning would cost more than the comparison.
 _TAIL_CHARS = 4000
-# Emphasis of Markdown: **42**, __42__, *42* or `42`. Not the signs of 2**3 or a_1, which touch a letter or a digit.
-_EMPHASIS = re.compile(r"(?<![\w*`\\])(\*\*|__|\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*`])")
+# Emphasis of Markdown: **42** or `42`, as a word of its own. Not the signs of 2**3 or (1+2)*(3+4)*(5+6), which touch
+# what they multiply; *42* is left as it is, because 2 *3* 4 is a product.
+_EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![^\s.,;:!?)])")
 # math-verify's own limit, for parsing and again for comparing.
 _ALARM_S = 5
 # Limits for the imports of a new process, and for a long call into C code, which the alarm does not stop.

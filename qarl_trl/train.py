@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def parse(
         values.pop(name, None)
     if not values.get("model_name_or_path"):
         raise ValueError(_what_is_missing(argv, method))
-    _check_switches(values)
+    _check_switches(values, {field.name for group in groups_of(method) for field in fields(group)})
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
@@ -88,12 +89,13 @@ def _what_is_missing(argv: Sequence[str], method: Method) -> str:
     return f"missing --config, or a model and data without one. For example: {example} (--help: all keys)"
 
 
-def _check_switches(values: Mapping[str, Any]) -> None:
+def _check_switches(values: Mapping[str, Any], known: Collection[str]) -> None:
     """
     Refuse settings whose switch is not set, so that nothing would read them: whoever sets one expects it to count.
 
     Args:
         values: The keys of a recipe and of the command line. A switch that is off there is a choice.
+        known: The keys that the recipe may have. SFT has no switch for an engine, and so no engine.
 
     Raises:
         ValueError: with the settings and their switch.
@@ -107,7 +109,7 @@ def _check_switches(values: Mapping[str, Any]) -> None:
         )
 
     of_engine = [name for name in are_set if name.startswith("vllm_")]
-    if of_engine and "use_vllm" not in are_set:
+    if of_engine and "use_vllm" in known and "use_vllm" not in are_set:
         raise ValueError(
             f"use_vllm must be set beside {', '.join(of_engine)}: without it transformers samples, and no engine "
             "starts. Set use_vllm: true, or false to sample without one."

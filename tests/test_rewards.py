@@ -61,6 +61,12 @@ def log(monkeypatch, caplog):
         ("The final answer is: `42`", "42", 1.0),
         ("The answer is **41**.", "42", 0.0),
         (r"\boxed{2*3*7}", "42", 1.0),
+        (r"\boxed{2^{2}*3*(5)}", "60", 1.0),
+        (r"\boxed{2^{3}*3*\frac{5}{7}}", r"\frac{120}{7}", 1.0),
+        ("Answer: $(7)*(3)*(2)$", "42", 1.0),
+        (r"Answer: $\pi*(3)*(2)*(5)$", r"30\pi", 1.0),
+        ("Answer: (1+2)*(3+4)*(5+6)", "231", 1.0),
+        ("Answer: (2)**(3) + (3)**(2)", "17", 1.0),
         (r"\boxed{a_1 * a_2 * 3}", "a_1 a_2 3", 1.0),
         (r"\boxed{0.00001}", 1e-05, 1.0),
         # A number that is not announced as the answer.

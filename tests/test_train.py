@@ -303,6 +303,16 @@ def test_wrong_settings_stop_before_a_model_loads(base, extra, message):
         parse([*base, *extra])
 
 
+def test_sft_which_has_no_engine_needs_no_switch_for_one(base):
+    engine = ["--vllm_engine_kwargs", '{"enforce_eager": true}']
+
+    parse([*base, *engine], method=METHODS["sft"])
+
+    # Control: RLOO has one.
+    with pytest.raises(ValueError, match="use_vllm must be set beside vllm_engine_kwargs"):
+        parse([*base, *engine], method=METHODS["rloo"])
+
+
 @pytest.mark.parametrize(
     ("setting", "switch", "values"),
     [

@@ -84,7 +84,7 @@ def open_repo(
     if is_public:
         raise ValueError(
             f"{name} on {api.endpoint} must be private (--private, hub_private_repo), and it is public. "
-            "Make it private in its settings there, or give another name."
+            f"Make it private in its settings there, or give another name.{_ways_on(saved_in, name, revision)}"
         )
     return name
 

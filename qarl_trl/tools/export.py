@@ -381,6 +381,8 @@ def push(argv: Sequence[str]) -> None:
     """
     args = _push_parser().parse_args(argv)
 
+    from transformers import CONFIG_MAPPING
+
     from ..export.card import model_card
     from ..export.push import open_repo
     from ..export.push import push as push_model
@@ -389,8 +391,9 @@ def push(argv: Sequence[str]) -> None:
     # Only to refuse a folder without a low-bit model, before the Hub is asked.
     model_card(args.folder)
     # A copy that was broken off lacks files, and an engine would load the rest. The config of a model with code of its
-    # own cannot be read without running that.
-    if "auto_map" not in json.loads((args.folder / "config.json").read_text()):
+    # own cannot be read without running that, and that of a model of a later transformers not at all.
+    config = json.loads((args.folder / "config.json").read_text())
+    if "auto_map" not in config and config.get("model_type") in CONFIG_MAPPING:
         check_complete(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision, saved_in=args.folder)
 

@@ -73,6 +73,9 @@ def check_saved_generation_config(model: str | nn.Module, args: RunSettings) -> 
     if generation_config is None:
         return
 
+    # The trainer sets the tokenizer's, in place of one that cannot be saved.
+    generation_config = copy.deepcopy(generation_config)
+    generation_config.pad_token_id = None
     try:
         generation_config.validate(strict=True)
     except ValueError as error:

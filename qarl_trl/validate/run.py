@@ -53,13 +53,16 @@ def check_run(
     # All before needs the arguments and files' headers alone. From here on the model's config is read.
     source = find_source(model, args)
     config = config_of(model, args)
+    adapters = adapter_configs(model, trainer_arguments.get("peft_config"))
+    # These save an adapter alone, which has no generation config.
+    saves_adapter_alone = bool(adapters) and (not args.quantized or (args.frozen and args.from_checkpoint))
     # A server saves nothing.
-    if trainer_arguments:
+    if trainer_arguments and not saves_adapter_alone:
         check_saved_generation_config(model, args)
     check_teacher(model, config, source, args, trainer_arguments)
 
     if args.quantized:
-        for adapter in adapter_configs(model, trainer_arguments.get("peft_config")):
+        for adapter in adapters:
             if adapter.modules_to_save:
                 check_tied(skeleton(config, args), adapter)
         check_attention(model, config, args)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from configs import config
 from conftest import make_model
+from peft import LoraConfig
 
 from qarl_trl.validate import check_run, config_of
 from qarl_trl.validate.model import check_saved_generation_config
@@ -44,8 +45,18 @@ def test_a_generation_config_that_no_checkpoint_could_hold_is_refused_before_the
         file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": saves}))
         model = str(tmp_path / "model")
 
+    # Those who save an adapter alone write no such file.
+    plain = config(tmp_path / "plain", quant_scheme="none", loss_type="dapo")
+    check_run(model, plain, {"model": model, "peft_config": LoraConfig(target_modules=["q_proj"])})
     if saves:
         check_saved_generation_config(model, config(tmp_path / "run"))
         return
     with pytest.raises(ValueError, match="temperature.* Set do_sample to true"):
         check_run(model, config(tmp_path / "run"), {"model": model})
+
+
+def test_a_pad_token_that_the_trainer_replaces_is_not_refused(tmp_path):
+    model = make_model()
+    model.generation_config.pad_token_id = -1
+
+    check_saved_generation_config(model, config(tmp_path))

@@ -95,6 +95,9 @@ def _of_config(levers: Iterable[Lever], settings: Any) -> list[Lever]:
 
     fitting = []
     for lever in levers:
+        # Without an engine nothing sleeps.
+        if lever == SLEEP_MODE and not settings.has_engine:
+            continue
         options = dict(lever.options)
         if "optim_muon" not in known:
             options.pop("optim_muon", None)
