@@ -121,6 +121,9 @@ def test_proposed_lines_are_accepted_as_they_stand_and_fit_as_they_say(path, gpu
         for name in options_that_must_be_needed(line):
             at = words.index(name)
             without = [*words[:at], *words[at + 2 :]]
+            if name == "--use_peft":
+                # Its options are refused beside a switch that is not set.
+                without += [name, "false"]
             assert not fits(advice_for(path, gpu, *without).run), name
     capsys.readouterr()
 
