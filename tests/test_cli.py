@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from conftest import make_model, make_tokenizer
+from conftest import make_model, make_tokenizer, make_vision_model
 
 from qarl_trl import cli
 from qarl_trl.errors import in_one_line
@@ -439,22 +439,10 @@ def test_export_of_a_runs_checkpoint_in_another_scheme_says_so(checkpoint, tmp_p
 def test_export_of_an_adapter_takes_the_class_that_its_base_had(checkpoint, tmp_path):
     """A model with a vision tower is no causal language model for transformers."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers import AutoTokenizer
 
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4},
-    }
-    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
     base = tmp_path / "base"
-    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eye))
+    model = make_vision_model()
     model.save_pretrained(base)
     model.name_or_path = str(base)  # peft writes it as the base
     adapter = tmp_path / "adapter"

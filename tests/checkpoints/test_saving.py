@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_vision_model
 from filelock import FileLock, Timeout
 from slow.toys import distinct_characters, forge, prompts, save_model
 from test_trainer import master_weights, without_engine
 from toy_runs import adapter
-from transformers import AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -486,22 +487,7 @@ def vision(tmp_path_factory):
     """A Qwen2.5-VL with a text model of one layer and an eye of one."""
     folder = tmp_path_factory.mktemp("vision")
     save_model(folder, layers=1)
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4},
-    }
-    eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=eye, tie_word_embeddings=False)
-
-    torch.manual_seed(0)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    make_vision_model(tie_word_embeddings=False).save_pretrained(folder)
     return str(folder)
 
 
