@@ -26,7 +26,7 @@ COMMANDS = {
     "report": (".tools.report.page:main", "write one page about one or more runs: a verdict and plots"),
     "doctor": (".tools.doctor.command:main", "check machine, recipe, data and rewards, and measure the mismatch"),
     "export": (".tools.export:main", "quantize a checkpoint or a LoRA adapter for vLLM"),
-    "push": (".tools.export:push", "push a low-bit model with its card to the Hub"),
+    "push": (".tools.push:main", "push a low-bit model with its card to the Hub"),
     "schemes": (".cli:schemes", "list the schemes: when to take which, and where they run"),
 }
 _ABOUT_SCHEMES = (

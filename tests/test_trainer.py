@@ -20,7 +20,7 @@ from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.gemms import gemm
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.train import train as train_by_command
-from qarl_trl.trainers.low_bit import load_whole
+from qarl_trl.trainers.loading import load_whole
 
 
 def test_a_run_that_ends_without_an_update_is_an_error(dense_model, tmp_path):

@@ -1,8 +1,8 @@
-"""What the metrics of completions share: one collective for all of them, and the terms of their KL estimate."""
+"""What the metrics of completions share: their names, one collective for all, and the terms of their KL estimate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,3 +35,21 @@ def kl_terms(difference: Tensor) -> Tensor:
     """
     # For a difference of 1e-3 the term is 5e-7, of which exp(d) - 1 keeps one digit in float32.
     return difference.expm1() - difference
+
+
+def distinct_names(names: Sequence[str]) -> list[str]:
+    """
+    The names, with a number at the second and further ones of those that are there several times.
+
+    Args:
+        names: Of reward functions, say, whose columns would be one.
+    """
+    numbered: list[str] = []
+    for name in names:
+        number = 1
+        candidate = name
+        while candidate in numbered:
+            number += 1
+            candidate = f"{name}_{number}"
+        numbered.append(candidate)
+    return numbered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
 from transformers import TrainerCallback
 from trl.distributed import DistributedBackend
-from trl.trainer.utils import create_model_from_path
 
 from .. import guards
 from .._compat.construction import construction, loads_by_name, streams_its_weights, trl_module
@@ -31,6 +30,7 @@ from ..cpu_exact.ops import use_engine_ops
 from ..export.sharing import SharingMixin
 from ..learner.attention import attend_from_cache
 from ..metrics.clock import StepClock, WeightFlips
+from ..metrics.columns import distinct_names
 from ..quant.convert import apply_quantization
 from ..quant.layers.layer import check_late_adapters, forget_training, outside_training
 from ..quant.names import base_model, has_untied_head, untie
@@ -41,6 +41,7 @@ from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head, check_run
 from .engine import build_engine
+from .loading import anchor_model, load_whole, warn_of_rounded_weights
 from .settings import LowBitConfig
 
 
@@ -101,7 +102,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
         # After the checks, whose errors have the user's own words.
         _anchor_folders(args)
-        arguments["model"] = _anchor_model(model)
+        arguments["model"] = anchor_model(model)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         with construction(type(self), partial(self._build_engine, args), self._loader(args)):
@@ -115,10 +116,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             quantize_policy(self.model, args, self._plan)
 
         if args.quantized:
-            _warn_of_rounded_weights(self.model, args.learning_rate)
+            warn_of_rounded_weights(self.model, args.learning_rate)
         if hasattr(self, "reward_func_names"):
             # TRL would log the rewards of one name as one, the mean of both.
-            self.reward_func_names = distinct(self.reward_func_names)
+            self.reward_func_names = distinct_names(self.reward_func_names)
 
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
@@ -310,63 +311,6 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._metrics["train"][name].append(value)
 
 
-def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.Module:
-    """
-    TRL's loader, but it refuses a checkpoint that lacks weights. Collective.
-
-    Args:
-        args: The config of the run.
-        name: Folder or Hub id of the model.
-        architecture: The class, which TRL names for a reward model: its head is new.
-        loading: Arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: with the first name. The other processes raise `OSError`.
-    """
-    if architecture:
-        return create_model_from_path(name, *architecture, **loading)
-
-    model: Any
-    model, report = create_model_from_path(name, **loading, output_loading_info=True)
-    missing = sorted(report["missing_keys"])
-
-    def check() -> None:
-        if missing:
-            raise ValueError(
-                f"{name} lacks {len(missing)} weights of its model, first {missing[0]}: transformers would train "
-                "random ones. Download or save it again."
-            )
-
-    # Under FSDP only the first process of a machine reads weights.
-    guards.on_first(args, check)
-    return model
-
-
-def _warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:
-    """Warn of trained weights in 16 bits, such as those of a model that a script loads without a dtype."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rounded = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
-    if rounded:
-        logger.warning(
-            f"{len(rounded)} of {len(trained)} trained parameters are {rounded[0].dtype}, first of shape "
-            f"{tuple(rounded[0].shape)}. Updates below 1/500 of a weight are rounded away, at "
-            f"learning_rate={learning_rate:g} perhaps most of them. Load the model with dtype=torch.float32."
-        )
-
-
-def distinct(names: Sequence[str]) -> list[str]:
-    """The names, with a number at the second and further ones of those that are there several times."""
-    numbered: list[str] = []
-    for name in names:
-        number = 1
-        candidate = name
-        while candidate in numbered:
-            number += 1
-            candidate = f"{name}_{number}"
-        numbered.append(candidate)
-    return numbered
-
-
 def _anchor_folders(args: Any) -> None:
     """
     Make the folders of a run absolute.
@@ -377,17 +321,6 @@ def _anchor_folders(args: Any) -> None:
         path = getattr(args, field, None)
         if path:
             setattr(args, field, os.path.abspath(path))
-
-
-def _anchor_model(model: Any) -> Any:
-    """Make the folder of a model absolute, and return the model, or its name."""
-    if isinstance(model, str):
-        return os.path.abspath(model) if os.path.isdir(model) else model
-
-    config = base_model(model).config
-    if os.path.isdir(config._name_or_path):
-        config._name_or_path = os.path.abspath(config._name_or_path)
-    return model
 
 
 def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:

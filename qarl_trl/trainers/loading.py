@@ -1,0 +1,86 @@
+"""How the policy of a run is loaded, and what is said of a loaded one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+from trl.trainer.utils import create_model_from_path
+
+from .. import guards
+from ..quant.names import base_model
+
+
+logger = get_logger(__name__)
+
+
+def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.Module:
+    """
+    TRL's loader, but it refuses a checkpoint that lacks weights. Collective.
+
+    Args:
+        args: The config of the run.
+        name: Folder or Hub id of the model.
+        architecture: The class, which TRL names for a reward model: its head is new.
+        loading: Arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: with the first name. The other processes raise `OSError`.
+    """
+    if architecture:
+        return create_model_from_path(name, *architecture, **loading)
+
+    model: Any
+    model, report = create_model_from_path(name, **loading, output_loading_info=True)
+    missing = sorted(report["missing_keys"])
+
+    def check() -> None:
+        if missing:
+            raise ValueError(
+                f"{name} lacks {len(missing)} weights of its model, first {missing[0]}: transformers would train "
+                "random ones. Download or save it again."
+            )
+
+    # Under FSDP only the first process of a machine reads weights.
+    guards.on_first(args, check)
+    return model
+
+
+def warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:
+    """
+    Warn of trained weights in 16 bits, such as those of a model that a script loads without a dtype.
+
+    Args:
+        model: The policy, with its adapter.
+        learning_rate: That of the run.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rounded = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
+    if rounded:
+        logger.warning(
+            f"{len(rounded)} of {len(trained)} trained parameters are {rounded[0].dtype}, first of shape "
+            f"{tuple(rounded[0].shape)}. Updates below 1/500 of a weight are rounded away, at "
+            f"learning_rate={learning_rate:g} perhaps most of them. Load the model with dtype=torch.float32."
+        )
+
+
+def anchor_model(model: Any) -> Any:
+    """
+    Make the folder of a model absolute: a reward function may change the current folder.
+
+    Args:
+        model: The model or its name.
+
+    Returns:
+        The model, or its name.
+    """
+    if isinstance(model, str):
+        return os.path.abspath(model) if os.path.isdir(model) else model
+
+    config = base_model(model).config
+    if os.path.isdir(config._name_or_path):
+        config._name_or_path = os.path.abspath(config._name_or_path)
+    return model
