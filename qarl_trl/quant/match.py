@@ -20,6 +20,7 @@ from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_kno
 from .layers.layer import quantized_modules
 from .names import base_model, checkpoint_modules
 from .patterns import check_patterns, patterns_of
+from .quantize import PACKED_TOGETHER
 from .scheme import ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
 from .sharding.shards import shape_of
 
@@ -270,7 +271,7 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: lis
 
 def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme, layers: list[Matched]) -> None:
     """
-    Refuse (`ValueError`) sizes that groups or blocks do not divide.
+    Refuse (`ValueError`) sizes that groups or blocks do not divide, and rows that do not fill whole words.
 
     Checkpoints can store blocks padded at the edge, but engines that merge layers (q, k, v) cannot load them.
     """
@@ -285,6 +286,12 @@ def _check_sizes(names: list[str], weight: Any, scheme: QuantizationScheme, laye
             f"which groups of {height} x {width} weights do not divide. "
             f"{_advice_on_groups(_fitting_groups(layers, scheme))}, add the layer to `quant_ignore`, "
             "or choose another scheme."
+        )
+    if "pack" in scheme.format and columns % PACKED_TOGETHER:
+        raise ValueError(
+            f"Layer {names[0]!r} has in_features={columns}, which must be a multiple of {PACKED_TOGETHER} to fill the "
+            "words of a packed checkpoint. Add the layer to `quant_ignore`, or choose a scheme of 8 bits that is not "
+            "packed (FP8_DYNAMIC, W8A8)."
         )
 
 

@@ -25,6 +25,10 @@ from . import cuda_kernels, reference
 from .scheme import MASTER_CAST_DTYPE, has_global_scale
 
 
+# Rows of packed values come in whole words of 32 bits, eight values of 4 bits.
+PACKED_TOGETHER = 8
+
+
 @dataclass(frozen=True)
 class LowBitWeight:
     """
@@ -155,8 +159,10 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     Raises:
         ValueError: if the weight is not a matrix, does not fill whole words when packed, or holds NaN or infinity.
     """
-    if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % 8):
-        raise ValueError(f"The weight must be a matrix (out, in), in: a multiple of 8, got {tuple(weight.shape)}.")
+    if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % PACKED_TOGETHER):
+        raise ValueError(
+            f"The weight must be a matrix (out, in), in: a multiple of {PACKED_TOGETHER}, got {tuple(weight.shape)}."
+        )
     # Checks of plans and checkpoints run on models without memory.
     if weight.is_meta:
         return _without_values(weight, scheme)

@@ -102,6 +102,18 @@ def test_a_layer_that_groups_or_blocks_do_not_divide_is_refused(sizes, scheme, g
         apply_quantization(model, scheme, group_size=group_size)
 
 
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A16"])
+def test_a_layer_whose_rows_do_not_fill_words_is_refused_before_weights_load(scheme):
+    # Without memory, as the checks of a run have the model.
+    model = nn.ModuleDict({"up_proj": nn.Linear(100, 8, device="meta")})
+
+    with pytest.raises(ValueError, match="'up_proj' has in_features=100, which must be a multiple of 8"):
+        apply_quantization(model, scheme, group_size=-1)
+
+    # Control: a scheme whose checkpoints are not packed takes it.
+    assert names_of(apply_quantization(model, "FP8_DYNAMIC")) == ["up_proj"]
+
+
 def test_a_tied_head_cannot_be_quantized(tiny_model):
     model = tiny_model(tie_word_embeddings=True)
 
