@@ -48,9 +48,10 @@ def check_processes(args: RunSettings, trainer_arguments: TrainerArguments) -> N
         trainer_arguments: All arguments of the trainer by name.
 
     Raises:
-        ValueError: for a server without a folder for weights, for a server and images, and for tools with an engine
-            that processes share.
+        ValueError: for batches that the first process hands out, for a server without a folder for weights, for a
+            server and images, and for tools with an engine that processes share.
     """
+    _check_batches(args)
     if uses_server(args) and args.sync_folder is None:
         raise ValueError("vllm_mode='server' needs sync_folder: weights go through files that both sides see.")
 
@@ -64,6 +65,16 @@ def check_processes(args: RunSettings, trainer_arguments: TrainerArguments) -> N
 
     if uses_server(args):
         _check_text(trainer_arguments)
+
+
+def _check_batches(args: RunSettings) -> None:
+    """Refuse (`ValueError`) `dispatch_batches` where a batch is a list of rows with prompts, and not of tensors."""
+    has_rewards = hasattr(args, "num_generations")
+    if has_rewards and args.accelerator_config.dispatch_batches:
+        raise ValueError(
+            "accelerator_config: dispatch_batches must be false, got true: accelerate hands out tensors alone, and a "
+            "batch of GRPO or RLOO is a list of prompts."
+        )
 
 
 def _check_text(trainer_arguments: TrainerArguments) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
+from qarl_trl import LowBitSFTConfig, QaRLConfig
 from qarl_trl.validate import check_data
 from qarl_trl.validate.rollouts import check_processes
 
@@ -64,3 +65,14 @@ def test_a_trainer_without_settings_of_an_engine_has_no_rollouts_to_check():
     # Supervised fine-tuning has these columns and arguments as well, and no engine that they could stop.
     check_processes(without_engine, {"tools": [len], "train_dataset": Dataset.from_dict({"image": ["b"]})})
     check_data({"train_dataset": Dataset.from_dict({"prompt": ["a"]})}, without_engine)
+
+
+def test_prompts_are_not_handed_out_by_the_first_process(tmp_path):
+    handed_out = {"accelerator_config": {"dispatch_batches": True}}
+
+    with pytest.raises(ValueError, match="dispatch_batches must be false, got true"):
+        check_processes(QaRLConfig(str(tmp_path), use_cpu=True, bf16=False, **handed_out), {})
+
+    # Controls: TRL's default, and a trainer whose batches are tensors.
+    check_processes(QaRLConfig(str(tmp_path), use_cpu=True, bf16=False), {})
+    check_processes(LowBitSFTConfig(str(tmp_path), use_cpu=True, bf16=False, **handed_out), {})
