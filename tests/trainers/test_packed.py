@@ -133,6 +133,8 @@ def test_log_probs_of_a_users_class_are_those_of_old_and_of_the_loss(
 
     trainer.train()
 
+    # In a shared pass they would be halved with the others, and once more in the loss of each micro-batch.
+    assert trainer._groups is None
     # No update came before the first. Halved twice in one of the two, the ratio would be below a half.
     for name in ("ratio/min", "ratio/max"):
         first, second = logged(trainer, name)
