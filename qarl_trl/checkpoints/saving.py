@@ -49,14 +49,14 @@ class CheckpointMixin(ModelMixin):
         _sampler: The sampler of the training set.
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
-        _rng_of_epoch: torch's random state at the beginning of the current epoch.
+        _rng_of_epoch: torch's random state at the beginning of the current epoch; `None` before the first one.
     """
 
     _identity: dict[str, Any]
     _sampler: Any = None
     _owns_checkpoints = False
     _made: list[dict[str, str]] | None = None
-    _rng_of_epoch: torch.Tensor
+    _rng_of_epoch: torch.Tensor | None = None
 
     # What it needs of `LowBitMixin`, beside it:
     low_bit_store: LowBitStore | None
@@ -208,7 +208,9 @@ class CheckpointMixin(ModelMixin):
         log-probs and advantages of a rollout batch that is not used up.
         """
         super()._save_rng_state(output_dir)
-        torch.save(self._rng_of_epoch, self._epoch_file(output_dir))
+        # A callback may save the start of the run, before an epoch begins.
+        if self._rng_of_epoch is not None:
+            torch.save(self._rng_of_epoch, self._epoch_file(output_dir))
         if self._rollout_buffer.exists:
             torch.save(self._rollout_buffer.dump(), self._rollout_file(output_dir))
 
@@ -282,8 +284,10 @@ class CheckpointMixin(ModelMixin):
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         """The Trainer's method, which takes the steps of logs, checkpoints and evaluations from the checkpoint."""
         place = super()._init_training_state(max_steps, *args)
-        _, _, checkpoint, _ = args
-        if checkpoint is not None and not (has_length(self.train_dataset) or self.args.ignore_data_skip):
+        updates_of_epoch, _, checkpoint, _ = args
+        # A user's loader may know how long a stream is. Then the Trainer counts as for other data.
+        has_no_end = not has_length(self.train_dataset) and updates_of_epoch == max_steps
+        if checkpoint is not None and has_no_end and not self.args.ignore_data_skip:
             place = self._place_in_stream(place, checkpoint)
         self.state.compute_steps(self.args, max_steps)
         if self.state.global_step >= max_steps:

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 from slow.test_invariants import _agree, _layers_of, _record_forward
 from slow.toys import stored_tensors
-from torch.utils.data import WeightedRandomSampler
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from toy_runs import adapter
 from transformers import Lfm2Config, TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -291,7 +291,19 @@ class RandomRows(LowBitSFTTrainer):
         return WeightedRandomSampler([1.0] * len(self.train_dataset), len(self.train_dataset))
 
 
-@pytest.mark.parametrize("kind", ["by length", "own sampler", "stream"])
+class LoaderWithLength(LowBitSFTTrainer):
+    """A user's class that reads all of a stream, so that its loader knows the length."""
+
+    def get_train_dataloader(self):
+        rows = list(self.train_dataset)
+        loader = DataLoader(rows, self.args.per_device_train_batch_size, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+TRAINER_CLASSES = {"own sampler": RandomRows, "own loader of a stream": LoaderWithLength}
+
+
+@pytest.mark.parametrize("kind", ["by length", "own sampler", "stream", "own loader of a stream"])
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
 def test_a_resume_in_any_epoch_goes_on_with_the_same_rows(dense_model, tmp_path, kind, step):
     """Four updates an epoch."""
@@ -300,9 +312,9 @@ def test_a_resume_in_any_epoch_goes_on_with_the_same_rows(dense_model, tmp_path,
     changes = {"max_steps": 9}
     if kind == "by length":
         changes["train_sampling_strategy"] = "group_by_length"
-    if kind == "stream":
+    if kind.endswith("stream"):
         data = data.to_iterable_dataset()
-    trainer_class = RandomRows if kind == "own sampler" else LowBitSFTTrainer
+    trainer_class = TRAINER_CLASSES.get(kind, LowBitSFTTrainer)
 
     def run(folder, **saving):
         args = LowBitSFTConfig(**settings(folder, **changes, **saving))
@@ -317,6 +329,22 @@ def test_a_resume_in_any_epoch_goes_on_with_the_same_rows(dense_model, tmp_path,
 
     assert same_weights(resumed, straight)
     assert same_weights(again, straight)
+
+
+def test_a_callback_may_save_before_the_first_epoch(dense_model, tmp_path):
+    """The start of a run, to compare with. A resume from it is the run."""
+
+    class SaveStart(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+    trainer = make(dense_model, tmp_path / "straight")
+    trainer.add_callback(SaveStart())
+    trainer.train()
+    resumed = make(dense_model, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-0"))
+
+    assert same_weights(resumed, trainer)
 
 
 def test_files_that_a_callback_put_where_a_checkpoint_comes_stay(dense_model, tmp_path):
