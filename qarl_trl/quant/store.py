@@ -41,9 +41,9 @@ class LowBitStore:
     store learns of a change:
 
     - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_changed`]). A store that
-      nobody promised to tell quantizes trained weights on every forward: that is slow, and never wrong. It cannot see
-      steps by itself, because fused and sharded optimizers write through aliases, which leave a parameter's version
-      as it is;
+      nobody promised to tell quantizes trained weights on every forward: that is slow, and never wrong. Weights do not
+      show steps, because fused and sharded optimizers write through aliases, which leave a parameter's version as it
+      is. A store with a promise also counts the steps of all optimizers of torch;
     - somebody tells it that weights were loaded ([`forget`]);
     - it sees a whole parameter that was written in place, or was replaced by another one.
 

@@ -180,7 +180,7 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
         return
 
     beta = getattr(args, "beta", 0.0)
-    # TRL's DPO precomputes in its constructor, before the layers are quantized; a frozen base is it already.
+    # TRL's DPO precomputes in its constructor: before the layers are quantized, and after those of a frozen base.
     precomputes = getattr(args, "precompute_ref_log_probs", False) and not args.frozen
     if beta and args.quantize_learner and with_adapter and precomputes:
         logger.warning(
