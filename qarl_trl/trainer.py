@@ -211,6 +211,11 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss, or with `loss_type="tbpo"` [`tbpo_loss`] and TRL's other terms; logs what its ratios say."""
         self._loss_forward.forget()
+        with self._loss_forward.as_called(self):
+            return self._loss_of(model, inputs)
+
+    def _loss_of(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """The loss of [`_compute_loss`], whose forward is noted."""
         if self._tbpo:
             other_terms, logps, entropies = self._terms_beside_the_policy_loss(model, inputs)
             policy_loss = self._tbpo_loss(logps, entropies, inputs)

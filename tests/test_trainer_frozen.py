@@ -136,6 +136,12 @@ def test_what_a_run_quantized_is_written_once_as_the_base_of_its_adapters(dense_
     assert base_of(final) == (str(final / "base"), None)
     assert stored_tensors(final / "base").keys() == stored_tensors(base).keys()
 
+    # A callback that keeps the best model alone deletes the one before.
+    shutil.rmtree(final)
+    trainer.save_model(final)
+    check_base(final, final / "base")
+    assert stored_tensors(final / "base").keys() == stored_tensors(base).keys()
+
 
 def test_a_resumed_run_keeps_an_equal_base_and_writes_a_damaged_one_again(dense_model, tmp_path):
     """A kill while it is written would leave all checkpoints without their base."""

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer import TRAINER_STATE_NAME
+
 from ..export.card_edits import CARD
 from ..export.files import apply_umask, flush
 
@@ -26,7 +28,8 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
 
     Args:
         folder: The folder that was written. Its parent is deleted later.
-        target: Where the checkpoint belongs. This replaces a checkpoint that is already there.
+        target: Where the checkpoint belongs. This replaces a checkpoint that is already there. Files of a folder that
+            is none stay in it.
         facts: Further entries of the manifest, which also has the size of each file and a number that grows from
             checkpoint to checkpoint.
 
@@ -43,6 +46,8 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
 
     # No file system replaces a folder that is not empty by a rename.
     aside = target.parent / REPLACED / target.name
+    # A callback may have put files of its own there before the checkpoint came, and nothing else.
+    is_of_user = target.exists() and not any((target / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
@@ -54,6 +59,10 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         if aside.exists():
             _restore(aside, target)
         raise
+    if is_of_user:
+        for file in aside.iterdir():
+            if not (target / file.name).exists():
+                file.rename(target / file.name)
     # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
     shutil.rmtree(aside.parent, ignore_errors=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -15,7 +16,7 @@ from ..export import save_low_bit
 from ..export.card import write_card
 from ..export.card_edits import CARD, edited_card
 from ..export.files import BASE_FOLDER, apply_umask, name_base
-from ..export.low_bit import holds_low_bit
+from ..export.low_bit import check_adapter_target, holds_low_bit
 from ..export.outputs import Outputs
 from ..guards import all_or_none
 from ..quant.names import base_model
@@ -59,7 +60,8 @@ class ModelMixin:
             output_dir: The folder, by default `args.output_dir`.
 
         Raises:
-            ValueError: if the folder is a training checkpoint, to which other weights do not belong.
+            ValueError: if the folder is a training checkpoint, to which other weights do not belong, or if an adapter
+                would lie beside a model.
         """
         path = Path(output_dir or self.args.output_dir)
         # Others also call a file so.
@@ -69,6 +71,10 @@ class ModelMixin:
                 f"{path} is a training checkpoint: its optimizer would not belong to the weights that are saved now. "
                 "Use another folder."
             )
+        # `output_dir` was checked at the start, and a script may have written its own files there.
+        is_other_folder = self._incoming is None and path.resolve() != Path(self.args.output_dir).resolve()
+        if is_other_folder and self.args.quantized and is_peft_model(self._unwrapped):
+            check_adapter_target(path)
         outputs = self._outputs(in_checkpoint=self._incoming is not None)
         users_card = edited_card(path)
 
@@ -114,7 +120,9 @@ class ModelMixin:
             folder = path / BASE_FOLDER
             name = BASE_FOLDER
 
-        if folder not in self._base_folders:
+        # A script may have deleted or moved what it saved, as one does that keeps the best model alone.
+        is_gone = self.args.should_save and not (folder / "config.json").exists()
+        if self._any_process(folder not in self._base_folders or is_gone):
             # A kill while it is written again would leave the earlier checkpoints without their base.
             if not (self._resumed and self._has_base(folder)):
                 self._save_low_bit(folder)

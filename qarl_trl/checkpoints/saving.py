@@ -16,6 +16,7 @@ from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length
 from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import restore_default_adapter, restore_master_weights
@@ -48,12 +49,14 @@ class CheckpointMixin(ModelMixin):
         _sampler: The sampler of the training set.
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
+        _rng_of_epoch: torch's random state at the beginning of the current epoch; `None` before the first one.
     """
 
     _identity: dict[str, Any]
     _sampler: Any = None
     _owns_checkpoints = False
     _made: list[dict[str, str]] | None = None
+    _rng_of_epoch: torch.Tensor | None = None
 
     # What it needs of `LowBitMixin`, beside it:
     low_bit_store: LowBitStore | None
@@ -201,10 +204,13 @@ class CheckpointMixin(ModelMixin):
 
     def _save_rng_state(self, output_dir: str) -> None:
         """
-        The Trainer's method. It also saves the completions, log-probs and advantages of a rollout batch that is not
-        used up.
+        The Trainer's method. It also saves the random state of the beginning of the epoch, and the completions,
+        log-probs and advantages of a rollout batch that is not used up.
         """
         super()._save_rng_state(output_dir)
+        # A callback may save the start of the run, before an epoch begins.
+        if self._rng_of_epoch is not None:
+            torch.save(self._rng_of_epoch, self._epoch_file(output_dir))
         if self._rollout_buffer.exists:
             torch.save(self._rollout_buffer.dump(), self._rollout_file(output_dir))
 
@@ -238,6 +244,7 @@ class CheckpointMixin(ModelMixin):
         if self.state.global_step >= self.state.max_steps:
             return
 
+        self._take_rng_of_epoch(epoch, **kwargs)
         sampler = self._sampler
         if isinstance(sampler, RepeatSampler) and sampler.shuffle:
             # TRL's sampler draws one permutation per epoch, from a generator that is in no checkpoint. Seed it again
@@ -247,9 +254,41 @@ class CheckpointMixin(ModelMixin):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         super()._run_epoch(epoch=epoch, **kwargs)
 
+    def _take_rng_of_epoch(
+        self,
+        epoch: int,
+        *,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        **_: Any,
+    ) -> None:
+        """
+        Keep torch's random state of the beginning of an epoch, and begin a resumed one with that of its checkpoint.
+
+        A sampler without a generator of its own, as the one of `group_by_length`, draws its order from it.
+        """
+        if resume_from_checkpoint is not None and epoch == epochs_trained:
+            file = self._epoch_file(resume_from_checkpoint)
+            if steps_trained_in_current_epoch == 0:
+                # The Trainer does so next. The state is that of the end of the epoch before.
+                self._load_rng_state(resume_from_checkpoint)
+            elif file.exists():  # earlier versions did not write it
+                torch.set_rng_state(torch.load(file, weights_only=True))
+        self._rng_of_epoch = torch.get_rng_state()
+
+    def _epoch_file(self, folder: str) -> Path:
+        """The file of this process's random state at the beginning of the epoch, in a checkpoint."""
+        return Path(folder) / f"epoch_rng_{self.args.process_index}.pt"
+
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         """The Trainer's method, which takes the steps of logs, checkpoints and evaluations from the checkpoint."""
         place = super()._init_training_state(max_steps, *args)
+        updates_of_epoch, _, checkpoint, _ = args
+        # A user's loader may know how long a stream is. Then the Trainer counts as for other data.
+        has_no_end = not has_length(self.train_dataset) and updates_of_epoch == max_steps
+        if checkpoint is not None and has_no_end and not self.args.ignore_data_skip:
+            place = self._place_in_stream(place, checkpoint)
         self.state.compute_steps(self.args, max_steps)
         if self.state.global_step >= max_steps:
             logger.warning(
@@ -258,6 +297,26 @@ class CheckpointMixin(ModelMixin):
                 max_steps,
             )
         return place
+
+    def _place_in_stream(self, place: tuple[int, int], checkpoint: str) -> tuple[int, int]:
+        """
+        The epoch, and its micro-batches that are done, where the training set has no length.
+
+        The Trainer (transformers 5.17) takes all updates for those of the first epoch. Of a stream that has begun
+        again it would leave out more rows than there are, and go on with the first ones.
+
+        Args:
+            place: The Trainer's.
+            checkpoint: The checkpoint's folder.
+        """
+        stored = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())
+        # In its epochs the Trainer counts `max_steps` updates, also if a stream ends before.
+        done = round(stored["epoch"] * stored["max_steps"])
+        if done == stored["global_step"]:
+            return place
+        epoch = int(stored["epoch"])
+        updates = done - epoch * stored["max_steps"]
+        return epoch, updates * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(self, *args: Any) -> tuple:
         """The Trainer's method, which makes the optimizer, and in a resumed run loads its state."""

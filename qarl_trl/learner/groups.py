@@ -58,22 +58,27 @@ class MicroBatchGroups:
     def __init__(self, merge: Callable[[Tensor, Sequence[int]], list[int]]) -> None:
         self._merge = merge
         self._rollout_batch: Any = None
+        self._cuts: list[int] = []
         self._group_of: list[int] = []
         self._waiting: list[dict[str, Any]] = []
 
     def choose(self, rollout_batch: Sequence[dict[str, Any]], updates: Sequence[int]) -> None:
         """
-        Choose the groups of a rollout batch, once. All processes call it together.
+        Choose the groups of a rollout batch, once for each time that it is used. All processes call it together.
 
         Args:
             rollout_batch: Its micro-batches.
             updates: For each of them the number of its update.
         """
-        # TRL keeps one list of micro-batches for all steps of a rollout batch, also over `num_iterations`.
-        if rollout_batch is self._rollout_batch:
+        # TRL keeps one list of micro-batches for all steps of a rollout batch, also over `num_iterations`. Its updates
+        # may be cut otherwise when it is used again, and a resumed run, which sees only its rest, must cut as the
+        # first one did.
+        cuts = [update - updates[0] for update in updates]
+        if rollout_batch is self._rollout_batch and cuts == self._cuts:
             return
 
         self._rollout_batch = rollout_batch
+        self._cuts = cuts
         # A run that stopped in the middle of an update left some.
         self._waiting = []
 

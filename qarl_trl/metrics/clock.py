@@ -99,6 +99,18 @@ class StepClock(TrainerCallback):
             self._engine.reset_clock()
             self._syncs_before = self._engine.num_syncs
 
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Here the low-bit weights are still those of the sync. At the end of the step a callback may have made newer
+        # ones, to save the model or to sample.
+        if self._has_synced:
+            for name, share in self._flips().items():
+                self._log(name, share)
+
+    @property
+    def _has_synced(self) -> bool:
+        """Whether there was a sync in this step. Not a rollout: those of a `rollout_func` are not timed."""
+        return self._engine is not None and self._engine.num_syncs > self._syncs_before
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         total = time.perf_counter() - self._start
         rollout = 0.0
@@ -107,11 +119,8 @@ class StepClock(TrainerCallback):
             rollout = self._engine.rollout_seconds
             sync = self._engine.sync_seconds
 
-        # Not a step with a rollout: those of a `rollout_func` are not timed.
-        if self._engine is not None and self._engine.num_syncs > self._syncs_before:
+        if self._has_synced:
             self._log("sync/bytes", float(self._engine.synced_bytes))
-            for name, share in self._flips().items():
-                self._log(name, share)
         self._log("time/rollout", rollout)
         self._log("time/sync", sync)
         # What is left: forward, backward, optimizer, and also rewards and other callbacks.

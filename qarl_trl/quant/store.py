@@ -19,6 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .kept import NOT_TRAINED, UNKNOWN, KeptWeights, State, identity
 from .layers.layer import LowBitLayer, quantized_modules
@@ -40,9 +41,9 @@ class LowBitStore:
     store learns of a change:
 
     - it follows the optimizer ([`follow`]), or somebody tells it after each step ([`weights_changed`]). A store that
-      nobody promised to tell quantizes trained weights on every forward: that is slow, and never wrong. It cannot see
-      steps by itself, because fused and sharded optimizers write through aliases, which leave a parameter's version
-      as it is;
+      nobody promised to tell quantizes trained weights on every forward: that is slow, and never wrong. Weights do not
+      show steps, because fused and sharded optimizers write through aliases, which leave a parameter's version as it
+      is. A store with a promise also counts the steps of all optimizers of torch;
     - somebody tells it that weights were loaded ([`forget`]);
     - it sees a whole parameter that was written in place, or was replaced by another one.
 
@@ -108,8 +109,26 @@ class LowBitStore:
 
     def will_be_told(self) -> None:
         """Promise to call [`weights_changed`] after every optimizer step, as a trainer's callback does."""
+        if not self._is_told:
+            self._listen_to_optimizers()
         self._is_told = True
         self._look_for_shards()
+
+    def _listen_to_optimizers(self) -> None:
+        """
+        Count the steps of all optimizers of torch.
+
+        After its run a trainer tells nothing, and a script may go on with its model in a loop of its own.
+        """
+        reference = weakref.ref(self)
+
+        def count(*_: Any) -> None:
+            store = reference()
+            if store is not None:
+                store._changes += 1
+
+        handle = register_optimizer_step_post_hook(count)
+        weakref.finalize(self, handle.remove)
 
     def weights_changed(self) -> None:
         """

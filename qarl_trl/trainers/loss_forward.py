@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
 
@@ -58,6 +60,26 @@ class LossForward:
             result: Log-probs and entropies `(B, T)`, and the balancing loss.
         """
         self._last = result
+
+    @contextmanager
+    def as_called(self, trainer: Any) -> Iterator[None]:
+        """
+        Note forwards in the block as their caller gets them: a user's class may change what our method returns.
+
+        Args:
+            trainer: The trainer, whose `_get_per_token_logps_and_entropies` calls [`note`].
+        """
+        score = trainer._get_per_token_logps_and_entropies
+
+        def score_and_note(*args: Any, **kwargs: Any) -> TrlResult:
+            result = score(*args, **kwargs)
+            # Only if our method ran below: otherwise the hook is lost, which [`take`] reports.
+            if self._last is not None:
+                self._last = result
+            return result
+
+        with patch.object(trainer, "_get_per_token_logps_and_entropies", score_and_note):
+            yield
 
     def forget(self) -> None:
         """Before a loss: forget forwards that are of none, such as that of `old`."""

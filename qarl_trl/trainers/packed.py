@@ -62,14 +62,16 @@ class PackedMixin:
         if self.aux_loss_enabled or self.is_deepspeed_enabled:
             return
 
-        if not _looks_at_micro_batches(type(self)):
+        method = _looks_at_micro_batches(type(self))
+        if method is None:
             self._groups = MicroBatchGroups(self._passes.merge)
             self.add_callback(_AtUpdate(self._note_update))
         elif self.args.gradient_accumulation_steps > 1:
             logger.warning(
-                "%s has a compute_loss or a training_step of its own, so each micro-batch runs in a pass of its own. "
-                "That is slower. An override of _compute_loss lets them share passes.",
+                "%s has a %s of its own, so each micro-batch runs in a pass of its own. That is slower. An override "
+                "of _compute_loss lets them share passes.",
                 type(self).__name__,
+                method,
             )
 
     # Log-probs -------------------------------------------------------------------------------------------------------
@@ -240,13 +242,16 @@ class _AtUpdate(TrainerCallback):
         self._function()
 
 
-def _looks_at_micro_batches(trainer_class: type) -> bool:
+def _looks_at_micro_batches(trainer_class: type) -> str | None:
     """
-    Whether a user's class has a `compute_loss` or a `training_step`, which may do with each loss what belongs to its
-    micro-batch, such as a weight: of several that share a pass it would see zeros and a sum.
+    The method by which a user's class sees each micro-batch, or `None`.
+
+    A `compute_loss` or a `training_step` may do with each loss what belongs to its micro-batch, such as a weight: of
+    several that share a pass it would see zeros and a sum. A method for log-probs would get those of a shared pass
+    twice, joined and for each micro-batch.
     """
-    for method in ("compute_loss", "training_step"):
+    for method in ("compute_loss", "training_step", "_get_per_token_logps_and_entropies"):
         owner = next(base for base in trainer_class.__mro__ if method in vars(base))
         if owner.__module__.partition(".")[0] not in ("qarl_trl", "trl", "transformers"):
-            return True
-    return False
+            return method
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -49,6 +50,8 @@ OWNED_ENGINE_ARGUMENTS = (
     "distributed_executor_backend",
     "trust_remote_code",
 )
+# Fields of TRL's configs that name a token of the tokenizer.
+TOKENS_OF_TEXT = ("eos_token", "pad_token")
 # Arguments of `vllm.LLM` with which the CPU engine computes as `cpu_exact` does.
 _EXACT_ENGINE = {"enforce_eager": True, "compilation_config": None}
 
@@ -272,7 +275,19 @@ class LowBitConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled into training_args.bin beside every checkpoint, which people upload.
-        return {name: None if name.endswith("_token") else value for name, value in self.__dict__.items()}
+        return {name: None if _is_secret(name) else value for name, value in self.__dict__.items()}
+
+    # Both would go by `__getstate__`, and a copied config would have lost its tokens.
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def __post_init__(self) -> None:
         if not isinstance(self, TrainingArguments):
@@ -296,6 +311,11 @@ class LowBitConfig:
             raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
         _check_engine(self)
         self.verify_sync = _checked_verify(self.verify_sync)
+
+
+def _is_secret(field: str) -> bool:
+    """Whether a field holds a token that gives access to something."""
+    return field.endswith("_token") and field not in TOKENS_OF_TEXT
 
 
 def check_choices(args: Any) -> None:

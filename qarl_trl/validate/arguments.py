@@ -13,6 +13,7 @@ from transformers.utils import is_bitsandbytes_available
 
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
+from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs
 from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter
@@ -59,6 +60,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_numbers(args)
     _check_trainable(model, trainer_arguments)
     _check_sampling_arguments(args)
+    _check_not_quantized(model, args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
         return
@@ -95,6 +97,18 @@ def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments
         raise ValueError(
             f"No parameter of the model ({type(model).__name__}) has requires_grad, so nothing would be trained. "
             "PeftModel.from_pretrained needs is_trainable=True."
+        )
+
+
+def _check_not_quantized(model: str | nn.Module, args: RunSettings) -> None:
+    """Refuse (`ValueError`) low-bit layers of an earlier trainer in a run without: they would go on in low bits."""
+    if args.quantized or isinstance(model, str):
+        return
+    # A frozen base has nothing else to multiply by.
+    if any(layer.frozen_weight is None for _, layer in quantized_modules(model)):
+        raise ValueError(
+            "quant_scheme='none', but the model has low-bit layers, perhaps of an earlier trainer. Call "
+            "remove_quantization(model) of qarl_trl.quant first, or load the model again."
         )
 
 
@@ -166,6 +180,13 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
         return
 
     beta = getattr(args, "beta", 0.0)
+    # TRL's DPO precomputes in its constructor: before the layers are quantized, and after those of a frozen base.
+    precomputes = getattr(args, "precompute_ref_log_probs", False) and not args.frozen
+    if beta and args.quantize_learner and with_adapter and precomputes:
+        logger.warning(
+            "precompute_ref_log_probs=True: the reference is the base in high precision, and the policy is in low "
+            "bits, so the two differ from the first step. With False the reference is in low bits, too."
+        )
     # With an adapter the reference is the policy without it, in low bits too.
     if beta and args.quantize_learner and not with_adapter:
         logger.warning(

@@ -158,7 +158,7 @@ def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tm
 
     assert len(seen) == 4
     assert trainer._groups is None
-    slower = "Looks has a compute_loss or a training_step of its own, so each micro-batch runs in a pass of its own"
+    slower = f"Looks has a {method} of its own, so each micro-batch runs in a pass of its own"
     assert slower in caplog.text
     if method == "compute_loss":
         # The zero of a shared pass has none.
@@ -186,3 +186,22 @@ def test_a_balancing_loss_keeps_micro_batches_apart(tmp_path):
     # And two passes of the evaluation.
     assert len(balanced["passes"]) == 4 + 2
     assert len(free["passes"]) == 1 + 2
+
+
+def test_a_rollout_batch_is_grouped_again_where_its_updates_are_cut_otherwise():
+    """Three micro-batches, used twice, in updates of two. A resumed run sees the second use alone."""
+    batch = micro_batches([1, 2, 3])
+
+    def taken(groups, updates):
+        groups.choose(batch, updates)
+        return [len(groups.take(one, place, ends_update=False)) for place, one in enumerate(batch)]
+
+    def merge(tokens, updates):
+        return [updates.count(update) for update in sorted(set(updates))]
+
+    straight = MicroBatchGroups(merge)
+    assert taken(straight, [0, 0, 1]) == [0, 2, 1]
+    second = taken(straight, [-1, 0, 0])
+
+    assert second == [1, 0, 2]
+    assert second == taken(MicroBatchGroups(merge), [-1, 0, 0])

@@ -3,11 +3,13 @@
 The clock itself: tests/rollout/test_engine.py.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from qarl_trl.metrics.clock import WeightFlips
+from qarl_trl.metrics.clock import StepClock, WeightFlips
 from qarl_trl.quant import apply_quantization, low_bit_store
 
 
@@ -87,3 +89,28 @@ def test_without_low_bit_layers_there_is_no_share():
 
     assert counter.update({}) == {}
     assert counter.update({}) == {}
+
+
+def test_flips_are_those_of_the_sync_also_if_a_callback_saves_at_the_end_of_a_step():
+    """Saving makes low-bit weights of the new master weights, which the next sync has, too."""
+    model = two_layers("W8A8")
+    store = low_bit_store(model)
+    counter = WeightFlips()
+    logged = []
+    engine = SimpleNamespace(num_syncs=0, synced_bytes=1, rollout_seconds=0.0, sync_seconds=0.0, reset_clock=int)
+    clock = StepClock(engine, lambda name, value: logged.append((name, value)), lambda: counter.update(store.kept()))
+
+    for step in range(3):
+        clock.on_step_begin(None, None, None)
+        sync(model)
+        engine.num_syncs += 1
+        clock.on_pre_optimizer_step(None, None, None)
+        move_weight(model[0], 0.003)
+        # Once: saves after each step would only shift the shares by a step.
+        if step == 1:
+            sync(model)
+        clock.on_step_end(None, None, None)
+
+    flips = [value for name, value in logged if name == FLIPS]
+    assert len(flips) == 2  # the first sync has nothing before it
+    assert min(flips) > 0

@@ -585,3 +585,23 @@ def test_a_store_does_not_keep_its_model_alive():
 def test_a_model_without_low_bit_layers_has_no_store():
     with pytest.raises(ValueError, match=r"no quantized layer. Call apply_quantization"):
         low_bit_store(nn.Sequential(nn.Linear(IN, OUT)))
+
+
+def test_a_told_store_sees_the_steps_of_any_optimizer():
+    """A script goes on with the model of a trainer, which tells nothing after its run."""
+    model = two_layer_model()
+    layer = model[0]
+    store = told_store(model)
+    before = layer.low_bit()
+    # Through an alias: the parameter's version stays.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    version = layer.weight._version
+    model(torch.randn(2, IN)).sum().backward()
+    assert layer.low_bit() is before  # control: it is kept between steps
+
+    optimizer.step()
+
+    assert layer.weight._version == version
+    assert is_low_bit_form_of(layer.low_bit(), layer.weight)
+    assert not is_low_bit_form_of(before, layer.weight)
+    assert store.kept()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from slow.toys import logged
-from toy_runs import make
+from slow.toys import distinct_characters, logged, prompts
+from toy_runs import make, without_engine
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import QaRLConfig, QaRLTrainer
 
 
 # One rollout batch, whose weights stay as they are.
@@ -112,3 +112,31 @@ def test_trls_own_shuffle_cuts_other_micro_batches_and_the_ratio_is_off(dense_mo
     # Exactly 1 above, so this is far off.
     ratios = torch.tensor(logged(trainer, "ratio/min") + logged(trainer, "ratio/max"))
     assert (ratios - 1).abs().max() > 1e-6
+
+
+class HalfLogProbs(QaRLTrainer):
+    """A user's class that changes what the learner scores."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        logps, entropies, balance_loss = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return logps * 0.5, entropies, balance_loss
+
+
+@pytest.mark.parametrize("loss_type", ["tbpo", "dapo"])
+@pytest.mark.parametrize("max_tokens_per_pass", [None, 22528])
+def test_log_probs_of_a_users_class_are_those_of_old_and_of_the_loss(
+    dense_model, tmp_path, loss_type, max_tokens_per_pass
+):
+    changes = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "loss_type": loss_type}
+    args = QaRLConfig(**without_engine(tmp_path, max_tokens_per_pass=max_tokens_per_pass, max_steps=2, **changes))
+    trainer = HalfLogProbs(dense_model, distinct_characters, args, train_dataset=prompts())
+
+    trainer.train()
+
+    # In a shared pass they would be halved with the others, and once more in the loss of each micro-batch.
+    assert trainer._groups is None
+    # No update came before the first. Halved twice in one of the two, the ratio would be below a half.
+    for name in ("ratio/min", "ratio/max"):
+        first, second = logged(trainer, name)
+        assert first == pytest.approx(1, abs=1e-6)
+        assert second != 1  # control: they move

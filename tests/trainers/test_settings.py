@@ -1,6 +1,8 @@
 """`LowBitConfig` beside a config of TRL: which settings are refused, and what they mean."""
 
-from dataclasses import dataclass
+import copy
+import pickle
+from dataclasses import dataclass, fields
 
 import pytest
 from transformers import MistralConfig, Qwen3Config
@@ -184,3 +186,23 @@ def test_engine_and_learner_have_the_same_cache_unless_the_user_says_otherwise(
     assert args.aligned_cache == of_learner
     # What the user wrote is what a checkpoint keeps.
     assert args.vllm_engine_kwargs == {"block_size": 64}
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy])
+def test_a_copied_config_has_its_tokens(config, copy_of):
+    """A sweep changes copies of one config. Only a file must not have what gives access."""
+    args = config(hub_token="hf_secret", vllm_engine_kwargs={"enforce_eager": True})
+    args.eos_token = "<end>"
+
+    copied = copy_of(args)
+
+    assert type(copied) is type(args)
+    for field in fields(args):
+        assert getattr(copied, field.name) == getattr(args, field.name), field.name
+    assert copied.eos_token == "<end>"
+    shares = copied.vllm_engine_kwargs is args.vllm_engine_kwargs
+    assert shares is (copy_of is copy.copy)
+
+    # Control: as transformers writes it beside a checkpoint.
+    stored = pickle.loads(pickle.dumps(args))
+    assert (stored.hub_token, stored.eos_token) == (None, "<end>")

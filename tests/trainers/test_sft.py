@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from datasets import Dataset
 from slow.test_invariants import _agree, _layers_of, _record_forward
 from slow.toys import stored_tensors
+from torch.utils.data import DataLoader, WeightedRandomSampler
 from toy_runs import adapter
-from transformers import Lfm2Config
+from transformers import Lfm2Config, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer
+from qarl_trl.checkpoints.folder import damage
+from qarl_trl.quant import remove_quantization
 from qarl_trl.validate import check_run
 from trainers.runs import losses, moved, pairs, same_weights, settings, weights
 
@@ -277,3 +282,117 @@ def test_a_resume_with_updates_of_another_size_says_which_rows_it_moves(dense_mo
         assert len(said) == 1
         assert words in said[0]
         assert twice + never in (4, 8)
+
+
+class RandomRows(LowBitSFTTrainer):
+    """A user's class whose sampler draws from torch's own generator."""
+
+    def _get_train_sampler(self, *_):
+        return WeightedRandomSampler([1.0] * len(self.train_dataset), len(self.train_dataset))
+
+
+class LoaderWithLength(LowBitSFTTrainer):
+    """A user's class that reads all of a stream, so that its loader knows the length."""
+
+    def get_train_dataloader(self):
+        rows = list(self.train_dataset)
+        loader = DataLoader(rows, self.args.per_device_train_batch_size, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+TRAINER_CLASSES = {"own sampler": RandomRows, "own loader of a stream": LoaderWithLength}
+
+
+@pytest.mark.parametrize("kind", ["by length", "own sampler", "stream", "own loader of a stream"])
+@pytest.mark.parametrize("step", [1, 4, 5, 7])
+def test_a_resume_in_any_epoch_goes_on_with_the_same_rows(dense_model, tmp_path, kind, step):
+    """Four updates an epoch."""
+    rows = [{"prompt": f"{40 + n}+{n}=", "completion": "1" * (1 + n % 7) + "#"} for n in range(16)]
+    data = Dataset.from_list(rows)
+    changes = {"max_steps": 9}
+    if kind == "by length":
+        changes["train_sampling_strategy"] = "group_by_length"
+    if kind.endswith("stream"):
+        data = data.to_iterable_dataset()
+    trainer_class = TRAINER_CLASSES.get(kind, LowBitSFTTrainer)
+
+    def run(folder, **saving):
+        args = LowBitSFTConfig(**settings(folder, **changes, **saving))
+        return trainer_class(dense_model, args, train_dataset=data)
+
+    straight = run(tmp_path / "straight", save_strategy="steps", save_steps=1)
+    straight.train()
+    resumed = run(tmp_path / "resumed", save_strategy="steps", save_steps=1)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
+    again = run(tmp_path / "again")
+    again.train(resume_from_checkpoint=str(tmp_path / "resumed" / f"checkpoint-{step + 1}"))
+
+    assert same_weights(resumed, straight)
+    assert same_weights(again, straight)
+
+
+def test_a_callback_may_save_before_the_first_epoch(dense_model, tmp_path):
+    """The start of a run, to compare with. A resume from it is the run."""
+
+    class SaveStart(TrainerCallback):
+        def on_train_begin(self, *_, **__):
+            trainer._save_checkpoint(trainer.model, trial=None)
+
+    trainer = make(dense_model, tmp_path / "straight")
+    trainer.add_callback(SaveStart())
+    trainer.train()
+    resumed = make(dense_model, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-0"))
+
+    assert same_weights(resumed, trainer)
+
+
+def test_files_that_a_callback_put_where_a_checkpoint_comes_stay(dense_model, tmp_path):
+    class Notes(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            folder = tmp_path / f"checkpoint-{state.global_step}"
+            folder.mkdir()
+            (folder / "notes.txt").write_text(f"step {state.global_step}")
+
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer = make(dense_model, tmp_path, **saving)
+    trainer.add_callback(Notes())
+    trainer.train()
+
+    assert (tmp_path / "checkpoint-1" / "notes.txt").read_text() == "step 1"
+    # The checkpoint is whole, and a changed note is no damage.
+    (tmp_path / "checkpoint-1" / "notes.txt").write_text("longer than before")
+    assert damage(tmp_path / "checkpoint-1") is None
+
+
+def test_an_adapter_is_not_saved_beside_a_model(dense_model, tmp_path):
+    """transformers would load the model with it from then on."""
+    trainer = make(dense_model, tmp_path / "run", peft_config=adapter())
+    trainer.train()
+    model = tmp_path / "model"
+    shutil.copytree(dense_model, model)
+
+    with pytest.raises(ValueError, match="holds a model or a training checkpoint"):
+        trainer.save_model(str(model))
+    assert not (model / "adapter_config.json").exists()
+
+    # Controls: the run's own folder, which a script wrote into, a new one, and the same once more.
+    trainer.save_state()
+    (tmp_path / "run" / "scheduler.pt").touch()
+    trainer.save_model()
+    for _ in range(2):
+        trainer.save_model(str(tmp_path / "other"))
+    assert (tmp_path / "other" / "low_bit" / "config.json").exists()
+
+
+def test_a_quantized_model_is_no_start_of_a_run_without_quantization(dense_model, tmp_path):
+    """In a notebook the same model is given to the next trainer."""
+    first = make(dense_model, tmp_path / "first")
+    first.train()
+
+    with pytest.raises(ValueError, match="quant_scheme='none', but the model has low-bit layers"):
+        make(first.model, tmp_path / "second", quant_scheme="none")
+
+    # Control.
+    again = make(remove_quantization(first.model), tmp_path / "third", quant_scheme="none")
+    again.train()

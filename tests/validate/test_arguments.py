@@ -1,13 +1,17 @@
 """`qarl_trl.validate.arguments`: what is refused before a model loads, by the name of what is wrong."""
 
+from dataclasses import dataclass
+
 import pytest
 from configs import config
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import BitsAndBytesConfig
+from trl import DPOConfig
 
 from qarl_trl import LowBitDistillationConfig, QaRLConfig, QaRLTrainer
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
+from qarl_trl.trainers import LowBitConfig
 from qarl_trl.validate import arguments, check_arguments
 
 
@@ -170,6 +174,27 @@ def test_a_run_in_which_nothing_is_in_low_bits_is_said(tmp_path, caplog):
     assert not warned()
     assert not warned(quantize_learner=False, use_vllm=True)
     assert not warned(quantize_learner=False, quant_scheme="none")
+
+
+@dataclass
+class LowBitDPOConfig(LowBitConfig, DPOConfig):
+    """As a user may combine the two."""
+
+
+def test_a_reference_that_is_precomputed_before_the_quantization_is_said(tmp_path, caplog):
+    def warned(**changes):
+        caplog.clear()
+        args = LowBitDPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **changes)
+        peft_config = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        check_arguments("org/model", args, {"peft_config": peft_config})
+        return "precompute_ref_log_probs" in caplog.text
+
+    assert warned(precompute_ref_log_probs=True)
+    # Controls: the reference is in low bits, or the policy is not.
+    assert not warned()
+    assert not warned(precompute_ref_log_probs=True, lora_base="frozen")
+    assert not warned(precompute_ref_log_probs=True, quantize_learner=False)
+    assert not warned(precompute_ref_log_probs=True, quant_scheme="none")
 
 
 def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path, caplog):
