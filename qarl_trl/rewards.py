@@ -39,13 +39,17 @@ _EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![^\s.,;
 _E_NOTATION = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
 # \$18, as Markdown has it; in LaTeX the same dollar sign.
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$\s*(?=[\d.])")
-# 58,500 in LaTeX and out of it.
-_THOUSANDS = re.compile(r"(?<=\d)(?:,|\{,\}|\\[,; ])(?=\d{3}(?!\d))")
+# 58,500 in LaTeX and out of it, unless it is in brackets: (2,100) is a pair.
+_SEPARATOR = r"(?:,|\{,\}|\\[,; ])"
+_THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)")
+_START_OF_FORMULA = re.compile(r"\n|\\boxed\{|\$")
+_OPENING = re.compile(r"[(\[]|\\\{|\\langle")
+_CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 # \boxed{18.}, where the sentence ends in the box.
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
 # math-verify compares floats to six places, in which numbers below this have no three digits left.
 _TINY = 1e-3
-_THREE_DIGITS = 5e-3
+_FEWEST_DIGITS = 3
 # math-verify's own limit, for parsing and again for comparing.
 _ALARM_S = 5
 # Limits for the imports of a new process, and for a long call into C code, which the alarm does not stop.
@@ -262,14 +266,11 @@ def _grade(completion: str, reference: str) -> float | None:
     ]
     # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
     plain = _EMPHASIS.sub(r"\2", completion)
-    has_percents = any(sign in reference + plain for sign in ("%", "percent"))
     for text in _readings(plain):
         answers = parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
         for expected, answer in product(gold, answers):
-            if not verify(expected, answer, timeout_seconds=_ALARM_S):
-                continue
-            # Of 5 % and 5 math-verify takes both, so that numbers may be far apart.
-            if has_percents or not _are_different_tiny_numbers(expected, answer):
+            is_equal = verify(expected, answer, timeout_seconds=_ALARM_S)
+            if is_equal and not _are_different_tiny_numbers(expected, answer):
                 return 1.0
     return 0.0
 
@@ -278,19 +279,35 @@ def _readings(text: str) -> list[str]:
     """A text, and the same as a person reads it, if math-verify reads that otherwise."""
     read = text.replace("\N{MINUS SIGN}", "-")
     read = _ESCAPED_DOLLAR.sub("", read)
-    read = _THOUSANDS.sub("", read)
+    read = _THOUSANDS.sub(_without_separators, read)
     read = _STOP_IN_BRACES.sub("", read)
     read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
     return [text] if read == text else [text, read]
 
 
+def _without_separators(number: re.Match) -> str:
+    """A number with thousands separators without them; in brackets as it is."""
+    before = _START_OF_FORMULA.split(number.string[: number.start()])[-1]
+    if len(_OPENING.findall(before)) > len(_CLOSING.findall(before)):
+        return number[0]
+    return re.sub(_SEPARATOR, "", number[0])
+
+
 def _are_different_tiny_numbers(expected: Any, answer: Any) -> bool:
-    """Whether two expressions of math-verify are numbers, the first near 0, and the second is not the same."""
+    """Whether two expressions of math-verify are numbers, the first near 0, and differ in the digits that both have."""
     reference = _value_of(expected)
     value = _value_of(answer)
     if reference is None or value is None or not 0 < abs(reference) < _TINY:
         return False
-    return not math.isclose(reference, value, rel_tol=_THREE_DIGITS)
+    # 1/3000 is 0.000333.
+    decimals = max(_FEWEST_DIGITS, min(_digits_of(reference), _digits_of(value))) - 1
+    return f"{reference:.{decimals}e}" != f"{value:.{decimals}e}"
+
+
+def _digits_of(value: float) -> int:
+    """How many significant digits a number has, of the first twelve, which arithmetic leaves exact."""
+    mantissa, _, _ = f"{abs(value):.11e}".partition("e")
+    return len(mantissa.rstrip("0").replace(".", ""))
 
 
 def _value_of(expression: Any) -> float | None:
