@@ -128,7 +128,7 @@ def load_prompts(
         _column(dataset, completion_column, (), "completion_column", name_or_path)
         columns.append("completion")
         # Of a completion as text its last message counts, which is all of it as a rule.
-        _say_what_is_left_out(dataset, completion_column, conversational=True)
+        _say_what_is_left_out(dataset, completion_column, conversational=True, is_prompt=False)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         converted: dict[str, Any] = {"prompt": None}
@@ -150,7 +150,7 @@ def load_prompts(
     return _complete_rows(converted, f"rows of {name_or_path!r} {lacking}", advice)
 
 
-def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool) -> None:
+def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool, is_prompt: bool = True) -> None:
     """Warn of what messages hold beside role and content, and of messages that prompts as text leave out."""
     rows = 0
     others: set[str] = set()
@@ -160,10 +160,13 @@ def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool) -
             continue
         # Other lists are refused where prompts are made.
         messages = [message for message in value if isinstance(message, dict)]
+        # An answer is no part of a prompt.
+        while is_prompt and messages and messages[-1].get("role") == "assistant":
+            messages.pop()
         fields = {name for message in messages for name, content in message.items() if content}
         others |= fields - {"role", "content"}
         rows += bool(fields - {"role", "content"})
-        cut += sum(message.get("role") != "assistant" for message in messages) > 1
+        cut += len(messages) > 1
 
     if others:
         logger.warning(
@@ -398,5 +401,10 @@ def _messages(problem: Any) -> list[dict[str, Any]]:
         if not (isinstance(message, dict) and message.keys() >= {"role", "content"}):
             raise ValueError(
                 f"A prompt must be text, or messages that each have role and content, got {problem!r:.200}."
+            )
+        # The templates of language models join texts.
+        if isinstance(message["content"], list | dict):
+            raise ValueError(
+                f"The content of a message must be text, got {message['content']!r:.200}. Join its parts to one text."
             )
     return [{"role": message["role"], "content": message["content"]} for message in problem]
