@@ -83,14 +83,17 @@ def render_card(kind: str, repo: str | None, quantization: dict[str, Any] | None
         if describe_scheme(scheme) not in described:
             described.append(describe_scheme(scheme))
     names = list(numbers)
+    ignored = quantization.get("ignore") or []
+    # Other models may have schemes that the command does not know.
+    export = _export_options(schemes, ignored) if kind == "merged_adapter" else None
 
     values: dict[str, Any] = {
         "kind": kind,
         "name": _title(kind, repo, names, facts.get("base")),
         "target": repo or ADDRESS,
         "schemes": {name: "<br>".join(described) for name, described in numbers.items()},
-        "export": _export_options(schemes, quantization.get("ignore") or []),
-        "ignored": quantization.get("ignore") or [],
+        "export": export,
+        "ignored": ignored,
         "int4": any(_is_int4_weight_only(scheme) for scheme in schemes),
         "generated": GENERATED,
     }
@@ -99,7 +102,7 @@ def render_card(kind: str, repo: str | None, quantization: dict[str, Any] | None
 
 def _export_options(schemes: list[QuantizationScheme], ignored: list[str]) -> str | None:
     """
-    The options of `qarl-trl export` that give these low-bit layers; `None` if it cannot, or they would be too long.
+    The options of `qarl-trl export` that give these low-bit layers; `None` if none do, or they would be too long.
     """
     # It has one scheme for all layers.
     if len({describe_scheme(scheme) for scheme in schemes}) != 1:

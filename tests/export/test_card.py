@@ -340,7 +340,13 @@ def test_a_card_tells_two_sizes_of_groups_of_one_scheme_apart(tiny_model):
     # A command with one scheme would make another model.
     card = render_card("merged_adapter", None, quantization, **FACTS, **OF_ADAPTER, **TRAINED)
     assert "qarl-trl export path" not in card.text
-    assert "gives another model" in card.text
+    assert "No short command of `qarl-trl export`" in card.text
+
+
+def test_a_card_names_a_scheme_of_another_method_by_its_bits():
+    weights = {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 32}
+    quantization = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    assert "| W3A16 | weights int3" in render_card("low_bit", None, quantization, **FACTS).text
 
 
 @pytest.mark.parametrize("repository", ["me/sums", None])
