@@ -126,6 +126,7 @@ def test_other_weights_may_lie_beside_an_index_or_have_other_names(models, sums,
     folder = shutil.copytree(models / "plain", tmp_path / "model")
     # As vision towers and heads of other tools lie there.
     save_file({"extra.weight": torch.zeros(1)}, folder / "extra.safetensors")
+    (folder / "newest.safetensors").symlink_to("model.safetensors")
     evaluate(folder, sums)
 
     tensors = load_file(folder / "model.safetensors")
