@@ -294,7 +294,7 @@ def _without_separators(number: re.Match) -> str:
 
 
 def _are_different_tiny_numbers(expected: Any, answer: Any) -> bool:
-    """Whether two expressions of math-verify are numbers, the first near 0, and differ in the digits that both have."""
+    """Whether two expressions are numbers, the first near 0, and differ in the digits that both have."""
     reference = _value_of(expected)
     value = _value_of(answer)
     if reference is None or value is None or not 0 < abs(reference) < _TINY:
