@@ -42,7 +42,7 @@ _ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$\s*(?=[\d.])")
 # 58,500 in LaTeX and out of it, unless it is in brackets: (2,100) is a pair.
 _SEPARATOR = r"(?:,|\{,\}|\\[,; ])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)")
-_START_OF_FORMULA = re.compile(r"\n|\\boxed\{|\$")
+_START_OF_FORMULA = re.compile(r"\n|\\boxed\{|\$|\\[(\[]")
 _OPENING = re.compile(r"[(\[]|\\\{|\\langle")
 _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 # \boxed{18.}, where the sentence ends in the box.

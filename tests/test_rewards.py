@@ -82,6 +82,8 @@ def log(monkeypatch, caplog):
         (r"\boxed{3e^2}", "3e^{2}", 1.0),
         # Numbers near 0, which are all equal to six places.
         (r"\boxed{2 \times 10^{-7}}", "0.0000001", 0.0),
+        (r"\boxed{1.4 \times 10^{-7}}", "0.0000001", 0.0),
+        (r"\boxed{x = 2 \times 10^{-7}}", "0.0000001", 0.0),
         (r"\boxed{1 \times 10^{-7}}", "0.0000001", 1.0),
         (r"\boxed{1.6 \times 10^{-19}}", r"6.63 \times 10^{-34}", 0.0),
         (r"\boxed{x = 6.63 \times 10^{-34}}", r"6.63 \times 10^{-34}", 1.0),
@@ -110,6 +112,9 @@ def log(monkeypatch, caplog):
         (r"\boxed{1234}", "(1,234)", 0.0),
         (r"\boxed{\{1234\}}", r"\{1,234\}", 0.0),
         (r"\boxed{(\sqrt{(2)}, 3,100)}", r"(\sqrt{2}, 3100)", 0.0),
+        (r"\boxed{P(2) = 58,500}", "58500", 1.0),
+        (r"The answer is \(x = 58,500\).", "58500", 1.0),
+        (r"The answer is \((2,100)\).", "2100", 0.0),
         (r"\boxed{(0,100]}", "100", 0.0),
         (r"\boxed{100}", "0,100", 0.0),
         (r"\boxed{0.5100}", "0.5,100", 0.0),
