@@ -74,6 +74,8 @@ def load_math_dataset(
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
     answer_column = _column(dataset, answer_column, ANSWER_COLUMNS, "answer_column", name_or_path)
 
+    _say_what_is_left_out(dataset, problem_column, conversational)
+
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         problem = _as_written(row[problem_column])
         prompt = None
@@ -121,9 +123,12 @@ def load_prompts(
     dataset = load_rows(name_or_path, split, config_name).flatten()
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
     columns = ["prompt"]
+    _say_what_is_left_out(dataset, problem_column, conversational)
     if completion_column is not None:
         _column(dataset, completion_column, (), "completion_column", name_or_path)
         columns.append("completion")
+        # Of a completion as text its last message counts, which is all of it as a rule.
+        _say_what_is_left_out(dataset, completion_column, conversational=True, is_prompt=False)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         converted: dict[str, Any] = {"prompt": None}
@@ -143,6 +148,36 @@ def load_prompts(
     lacking = f"(split {split!r}) lack a {' or a '.join(columns)}"
     advice = f"Set problem_column or completion_column: {dataset.column_names}."
     return _complete_rows(converted, f"rows of {name_or_path!r} {lacking}", advice)
+
+
+def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool, is_prompt: bool = True) -> None:
+    """Warn of what messages hold beside role and content, and of messages that prompts as text leave out."""
+    rows = 0
+    others: set[str] = set()
+    cut = 0
+    for value in dataset[column]:
+        if not isinstance(value, list):
+            continue
+        # Other lists are refused where prompts are made.
+        messages = [message for message in value if isinstance(message, dict)]
+        # An answer is no part of a prompt.
+        while is_prompt and messages and messages[-1].get("role") == "assistant":
+            messages.pop()
+        fields = {name for message in messages for name, content in message.items() if content}
+        others |= fields - {"role", "content"}
+        rows += bool(fields - {"role", "content"})
+        cut += len(messages) > 1
+
+    if others:
+        logger.warning(
+            f"{rows} of {len(dataset)} rows have {sorted(others)} in the messages of {column!r}, which are left out: "
+            "of a message only role and content count. What the model must see belongs into the content."
+        )
+    if cut and not conversational:
+        logger.warning(
+            f"{cut} of {len(dataset)} rows have a system message or earlier turns in {column!r}, which prompts as "
+            "text leave out (conversational=False). What the model must see belongs into prompt_template."
+        )
 
 
 def _complete_rows(dataset: Dataset, lacking: str, advice: str) -> Dataset:
@@ -366,5 +401,10 @@ def _messages(problem: Any) -> list[dict[str, Any]]:
         if not (isinstance(message, dict) and message.keys() >= {"role", "content"}):
             raise ValueError(
                 f"A prompt must be text, or messages that each have role and content, got {problem!r:.200}."
+            )
+        # The templates of language models join texts.
+        if isinstance(message["content"], list | dict):
+            raise ValueError(
+                f"The content of a message must be text, got {message['content']!r:.200}. Join its parts to one text."
             )
     return [{"role": message["role"], "content": message["content"]} for message in problem]

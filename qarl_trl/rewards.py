@@ -17,6 +17,7 @@ from decimal import Decimal
 from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 from .processes import Worker
@@ -33,6 +34,22 @@ _TAIL_CHARS = 4000
 # Emphasis of Markdown: **42** or `42`, as a word of its own. Not the signs of 2**3 or (1+2)*(3+4)*(5+6), which touch
 # what they multiply; *42* is left as it is, because 2 *3* 4 is a product.
 _EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![^\s.,;:!?)])")
+# What math-verify reads otherwise than a person does. A text that has any of these is read as it is, and without.
+# 4.5e33, which would be Euler's number times 33: Minerva writes a fifth of its answers so.
+_E_NOTATION = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
+# \$18, as Markdown has it; in LaTeX the same dollar sign.
+_ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$\s*(?=[\d.])")
+# 58,500 in LaTeX and out of it, unless it is in brackets: (2,100) is a pair.
+_SEPARATOR = r"(?:,|\{,\}|\\[,; ])"
+_THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)")
+_START_OF_FORMULA = re.compile(r"\n|\\boxed\{|\$|\\[(\[]")
+_OPENING = re.compile(r"[(\[]|\\\{|\\langle")
+_CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
+# \boxed{18.}, where the sentence ends in the box.
+_STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
+# math-verify compares floats to six places, in which numbers below this have no three digits left.
+_TINY = 1e-3
+_FEWEST_DIGITS = 3
 # math-verify's own limit, for parsing and again for comparing.
 _ALARM_S = 5
 # Limits for the imports of a new process, and for a long call into C code, which the alarm does not stop.
@@ -249,14 +266,65 @@ def _grade(completion: str, reference: str) -> float | None:
     ]
     # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
     plain = _EMPHASIS.sub(r"\2", completion)
-    answer = parse(plain, extraction_config=announced, parsing_timeout=_ALARM_S)
-    return float(verify(gold, answer, timeout_seconds=_ALARM_S))
+    for text in _readings(plain):
+        answers = parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
+        for expected, answer in product(gold, answers):
+            is_equal = verify(expected, answer, timeout_seconds=_ALARM_S)
+            if is_equal and not _are_different_tiny_numbers(expected, answer):
+                return 1.0
+    return 0.0
+
+
+def _readings(text: str) -> list[str]:
+    """A text, and the same as a person reads it, if math-verify reads that otherwise."""
+    read = text.replace("\N{MINUS SIGN}", "-")
+    read = _ESCAPED_DOLLAR.sub("", read)
+    read = _THOUSANDS.sub(_without_separators, read)
+    read = _STOP_IN_BRACES.sub("", read)
+    read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
+    return [text] if read == text else [text, read]
+
+
+def _without_separators(number: re.Match) -> str:
+    """A number with thousands separators without them; in brackets as it is."""
+    before = _START_OF_FORMULA.split(number.string[: number.start()])[-1]
+    if len(_OPENING.findall(before)) > len(_CLOSING.findall(before)):
+        return number[0]
+    return re.sub(_SEPARATOR, "", number[0])
+
+
+def _are_different_tiny_numbers(expected: Any, answer: Any) -> bool:
+    """Whether two expressions are numbers, the first near 0, and differ in the digits that both have."""
+    reference = _value_of(expected)
+    value = _value_of(answer)
+    if reference is None or value is None or not 0 < abs(reference) < _TINY:
+        return False
+    # 1/3000 is 0.000333.
+    decimals = max(_FEWEST_DIGITS, min(_digits_of(reference), _digits_of(value))) - 1
+    return f"{reference:.{decimals}e}" != f"{value:.{decimals}e}"
+
+
+def _digits_of(value: float) -> int:
+    """How many significant digits a number has, of the first twelve, which arithmetic leaves exact."""
+    mantissa, _, _ = f"{abs(value):.11e}".partition("e")
+    return len(mantissa.rstrip("0").replace(".", ""))
+
+
+def _value_of(expression: Any) -> float | None:
+    """The value of an expression of math-verify, or of the right side of an equation; `None` if it is no number."""
+    expression = getattr(expression, "rhs", expression)
+    if not getattr(expression, "is_number", False):
+        return None
+    try:
+        return float(expression.evalf())
+    except (TypeError, ValueError, OverflowError):  # a complex number
+        return None
 
 
 # The completions of a group share their reference.
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list:
-    """The expressions in a reference."""
+    """The expressions in a reference, of all its readings."""
     from math_verify import parse
 
     reference = reference.strip()
@@ -267,4 +335,10 @@ def _parse_reference(reference: str) -> list:
     is_marked = r"\boxed" in reference or reference.count("$") > 1
     if not is_marked:
         reference = rf"\boxed{{{reference}}}"
-    return parse(reference, parsing_timeout=_ALARM_S)
+
+    # As a product, too: math-verify does not take 870000000 for 8.7 times 10^8, which is no whole number for it.
+    as_product = _E_NOTATION.sub(r"\1 \\times 10^{\2}", reference)
+    expressions = []
+    for text in dict.fromkeys([*_readings(reference), as_product]):
+        expressions += parse(text, parsing_timeout=_ALARM_S)
+    return expressions

@@ -133,6 +133,30 @@ def test_an_answer_after_the_question_is_no_part_of_the_prompt(write):
     assert load_prompts(path, problem_column="messages")[0]["prompt"] == expected
 
 
+def test_what_messages_hold_beside_role_and_content_is_said_to_be_left_out(write, caplog):
+    thoughts = [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]
+    plain = [{"role": "assistant", "content": "6", "reasoning_content": None}]
+    rows = [{"prompt": "2+2", "completion": thoughts}, {"prompt": "3+3", "completion": plain}]
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
+        load_prompts(write(rows), completion_column="completion")
+    assert "1 of 2 rows have ['reasoning_content'] in the messages of 'completion'" in caplog.text
+
+
+def test_messages_that_a_prompt_as_text_leaves_out_are_said(write, caplog):
+    question = [{"role": "user", "content": "2+2"}]
+    system = [{"role": "system", "content": "Use boxes."}]
+    answered = [*question, {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]
+    path = write([{"prompt": system + question, "answer": "4"}, {"prompt": answered, "answer": "4"}])
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
+        load_math_dataset(path)
+    # Messages keep all, and an answer is left out of every prompt.
+    assert not caplog.records
+
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
+        load_math_dataset(path, conversational=False)
+    assert "1 of 2 rows have a system message or earlier turns in 'prompt'" in caplog.text
+
+
 def test_named_columns_win(write):
     path = write([{"problem": "a", "text": "b", "answer": "1", "meta": {"gold": "2"}}])
 
@@ -172,6 +196,11 @@ def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
         ({"problem": "a", "answer": "1"}, {"system_prompt": "x", "conversational": False}, "system_prompt"),
         ({"prompt": [{"role": "user"}], "answer": "1"}, {}, "A prompt must be text, or messages"),
         ({"prompt": [{"role": "assistant", "content": "x"}], "answer": "1"}, {}, "A prompt has no user message"),
+        (
+            {"prompt": [{"role": "user", "content": [{"text": "x"}]}], "answer": "1"},
+            {},
+            "content of a message must be",
+        ),
     ],
 )
 def test_data_without_a_problem_or_an_answer_are_refused_by_the_settings_that_name_them(write, row, settings, words):

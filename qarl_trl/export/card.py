@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.utils import match_name
 from huggingface_hub import ModelCard, ModelCardData
 
-from ..quant.scheme import describe_scheme, support_of
+from ..quant.scheme import DEFAULT_IGNORE, describe_scheme, effective_group_size, resolve_scheme, support_of
 from .card_edits import ADDRESS, CARD, GENERATED, edited_card
 from .files import shapes_in, weight_files
 
 
 TEMPLATE = Path(__file__).with_name("card.md")
+# Names of layers in a command that a reader pastes.
+_MOST_IGNORED = 16
 
 
 def write_card(folder: Path, repo: str | None = None, **facts: Any) -> None:
@@ -73,18 +76,49 @@ def render_card(kind: str, repo: str | None, quantization: dict[str, Any] | None
     quantization = quantization or {"config_groups": {}}
     groups = quantization["config_groups"].values()
     schemes = [QuantizationScheme.model_validate(group) for group in groups]
-    names = [scheme_name(scheme) for scheme in schemes]
+    # Groups of one scheme may have other groups of weights; those that compute the same come once.
+    numbers: dict[str, list[str]] = {}
+    for scheme in schemes:
+        described = numbers.setdefault(scheme_name(scheme), [])
+        if describe_scheme(scheme) not in described:
+            described.append(describe_scheme(scheme))
+    names = list(numbers)
+    ignored = quantization.get("ignore") or []
+    # Other models may have schemes that the command does not know.
+    export = _export_options(schemes, ignored) if kind == "merged_adapter" else None
 
     values: dict[str, Any] = {
         "kind": kind,
         "name": _title(kind, repo, names, facts.get("base")),
         "target": repo or ADDRESS,
-        "schemes": {name: describe_scheme(scheme) for name, scheme in zip(names, schemes, strict=True)},
-        "ignored": quantization.get("ignore") or [],
+        "schemes": {name: "<br>".join(described) for name, described in numbers.items()},
+        "export": export,
+        "ignored": ignored,
         "int4": any(_is_int4_weight_only(scheme) for scheme in schemes),
         "generated": GENERATED,
     }
     return ModelCard.from_template(ModelCardData(), str(TEMPLATE), **facts, **values)
+
+
+def _export_options(schemes: list[QuantizationScheme], ignored: list[str]) -> str | None:
+    """
+    The options of `qarl-trl export` that give these low-bit layers; `None` if none do, or they would be too long.
+    """
+    # It has one scheme for all layers.
+    if len({describe_scheme(scheme) for scheme in schemes}) != 1:
+        return None
+
+    (scheme, *_) = schemes
+    name = scheme_name(scheme)
+    options = f"--scheme {name}"
+    if describe_scheme(scheme) != describe_scheme(resolve_scheme(name)):
+        options += f" --group_size {effective_group_size(scheme) or -1}"
+
+    of_user = [layer for layer in ignored if not any(match_name(layer, pattern) for pattern in DEFAULT_IGNORE)]
+    # Given at all, the option takes the place of the default.
+    if of_user:
+        options += f" --ignore {' '.join(ignored)}"
+    return options if len(ignored) <= _MOST_IGNORED or not of_user else None
 
 
 def served_rank(rank: int) -> int:

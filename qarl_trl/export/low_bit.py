@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import re
 import shutil
@@ -30,9 +31,12 @@ from ..quant.layers.layer import LowBitLayer, quantized_modules
 from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming, has_untied_head, untie
 from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
+from ..quant.source import INDEX
 from ..quant.store import iter_low_bit_weights
 from .files import ADAPTER_CONFIG, apply_umask, flush, weight_files
 
+
+logger = logging.getLogger(__name__)
 
 # Router classes, named as in compressed-tensors (`get_vllm_module_type`): "MixtralTopKRouter", "GraniteMoeTopKGating".
 _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
@@ -149,7 +153,24 @@ def save_low_bit(
         apply_umask(folder)
         flush(folder)
         _move_into_place(folder, path)
+
+    others = _other_weights(path)
+    if others:
+        logger.warning(
+            "%s also holds %s, which an engine would read as weights of the model, and keep what it reads last. Move "
+            "them to another folder.",
+            path,
+            ", ".join(others),
+        )
     return path
+
+
+def _other_weights(path: Path) -> list[str]:
+    """Files beside a saved model that an engine reads as its weights: without an index it reads all safetensors."""
+    if (path / INDEX).is_file():
+        return []
+    names = {file.name for file in path.glob("*.safetensors")}
+    return sorted(names - {file.name for file in weight_files(path)})
 
 
 def holds_low_bit(model: nn.Module, path: Path, weights: Iterable[tuple[str, Tensor]]) -> bool:

@@ -1,12 +1,14 @@
 """`qarl_trl.export.card` and the two beside it: what a card says, from what it says it, and what it never says."""
 
 import getpass
+import json
 import re
 import socket
 from itertools import pairwise
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from conftest import make_model
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
@@ -14,12 +16,14 @@ from slow.toys import save_model
 from toy_runs import OFF, adapter, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qarl_trl.cli import main
 from qarl_trl.export import save_low_bit
 from qarl_trl.export.card import model_card, render_card, write_card
 from qarl_trl.export.card_edits import GENERATED
 from qarl_trl.export.card_facts import base_facts
 from qarl_trl.export.low_bit import quantization_config
 from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.scheme import resolve_scheme
 
 
 @pytest.fixture(scope="module")
@@ -283,6 +287,66 @@ def test_each_card_of_a_run_is_right_and_names_no_run_and_no_path(model, gptq, t
             method = "tbpo" if trainer.args.loss_type == "tbpo" else "grpo"
             assert {"trl", method} <= set(card.data.tags)
             assert len({"tbpo", "grpo"} & set(card.data.tags)) == 1
+
+
+def quantized_layers(tiny_model, groups, ignore):
+    """The `quantization_config` of a toy in W4A16, with a size of groups for each pattern of layers."""
+    schemes = {}
+    for number, (pattern, size) in enumerate(groups.items()):
+        scheme = resolve_scheme("W4A16", size)
+        scheme.targets = [pattern]
+        schemes[f"group_{number}"] = scheme
+    plan = QuantizationConfig(config_groups=schemes, ignore=list(ignore))
+    return quantization_config(apply_quantization(tiny_model(), plan))
+
+
+@pytest.mark.parametrize(
+    ("groups", "ignore", "command"),
+    [
+        ({"Linear": None}, ["lm_head"], "--scheme W4A16\n"),
+        ({"Linear": 32}, ["lm_head"], "--scheme W4A16 --group_size 32\n"),
+        ({"Linear": -1}, ["lm_head"], "--scheme W4A16 --group_size -1\n"),
+        (
+            {"Linear": 64},
+            ["lm_head", "re:.*0.self_attn.k_proj"],
+            "--scheme W4A16 --group_size 64 --ignore model.layers.0.self_attn.k_proj lm_head\n",
+        ),
+    ],
+)
+def test_the_card_of_a_merged_adapter_has_the_command_that_makes_its_low_bit_model(
+    tiny_model, tiny_tokenizer, tmp_path, monkeypatch, groups, ignore, command
+):
+    quantization = quantized_layers(tiny_model, groups, ignore)
+    card = render_card("merged_adapter", None, quantization, **FACTS, **OF_ADAPTER, **TRAINED)
+    assert f"qarl-trl export path/to/model merged {command}" in card.text
+
+    # The command gives those layers.
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("model")
+    tiny_tokenizer.save_pretrained("model")
+    main(["export", "model", "merged", *command.split()])
+    exported = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization_config"]
+    assert exported["config_groups"] == quantization["config_groups"]
+    assert exported["ignore"] == quantization["ignore"]
+
+
+def test_a_card_tells_two_sizes_of_groups_of_one_scheme_apart(tiny_model):
+    quantization = quantized_layers(tiny_model, {"re:.*mlp.*": 32, "re:.*self_attn.*": 64}, ["lm_head"])
+
+    card = render_card("low_bit", None, quantization, **FACTS)
+    assert "| W4A16 | weights int4 per group 64<br>weights int4 per group 32 |" in card.text
+    assert "# Qwen3-8B W4A16\n" in card.text
+
+    # A command with one scheme would make another model.
+    card = render_card("merged_adapter", None, quantization, **FACTS, **OF_ADAPTER, **TRAINED)
+    assert "qarl-trl export path" not in card.text
+    assert "No short command of `qarl-trl export`" in card.text
+
+
+def test_a_card_names_a_scheme_of_another_method_by_its_bits():
+    weights = {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 32}
+    quantization = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    assert "| W3A16 | weights int3" in render_card("low_bit", None, quantization, **FACTS).text
 
 
 @pytest.mark.parametrize("repository", ["me/sums", None])

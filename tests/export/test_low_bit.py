@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 
 import pytest
 import torch
@@ -396,6 +397,19 @@ def test_what_a_killed_save_left_goes_with_the_next(model, tmp_path):
     save_low_bit(model, None, tmp_path)
 
     assert not list(tmp_path.glob(".incoming-*"))
+
+
+def test_weights_of_the_user_that_an_engine_would_read_are_named(model, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.export.low_bit"):
+        save_low_bit(model, None, tmp_path)
+        (tmp_path / "notes.txt").write_text("mine")
+        save_low_bit(model, None, tmp_path)
+    assert not caplog.records
+
+    (tmp_path / "old.safetensors").write_bytes((tmp_path / WEIGHTS).read_bytes())
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.export.low_bit"):
+        save_low_bit(model, None, tmp_path)
+    assert "also holds old.safetensors" in caplog.text
 
 
 def test_files_of_the_user_stay(model, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from slow.toys import save_model
 pytestmark = pytest.mark.slow
 # Sampled, so that the seed matters.
 SETTINGS = ["--k", "3", "--max_new_tokens", "24", "--temperature", "1.0", "--seed", "5"]
+# 4.5e33, which a model writes as 4.5 \times 10^{33}.
+E_NOTATION = re.compile(r"^([\d.]+)e(-?\d+)$")
 
 
 # A checkpoint --------------------------------------------------------------------------------------------------------
@@ -132,8 +135,11 @@ def test_the_grader_takes_gold_answers_and_no_others(name):
     broken = ["}}$$ \\frac{"] * len(answers)
     # Neighbours may have one answer.
     differing = list(map(operator.ne, answers, rotated))
+    # A fifth of Minerva's answers are such numbers.
+    as_written = [E_NOTATION.sub(r"\1 \\times 10^{\2}", answer) for answer in answers]
+    rotated = as_written[1:] + as_written[:1]
 
-    of_gold = _share_correct(answers, answers, differing)
+    of_gold = _share_correct(as_written, answers, differing)
     of_rotated = _share_correct(rotated, answers, differing)
     of_broken = _share_correct(broken, answers, differing)
 

@@ -13,7 +13,7 @@ from ...export import files
 from ...export.card import scheme_name
 from ...export.tensors import Checked, check_tensors
 from ...quant.scheme import describe_scheme
-from ...quant.source import weight_map
+from ...quant.source import INDEX, weight_map
 from ...rollout.cpu_support import check_engine_cpu
 from ...rollout.vllm.platform import is_cpu_engine
 
@@ -129,7 +129,7 @@ def check_complete(folder: Path) -> None:
     Raises:
         ValueError: if the checkpoint is not complete.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     stored = files.tensor_shapes(folder)
     listed: dict[str, str] = {}
     if index.is_file():
@@ -142,6 +142,34 @@ def check_complete(folder: Path) -> None:
     check = check_tensors(folder)
     if check.checked in (Checked.STORED_LAYERS, Checked.NOTHING):
         print(f"{folder}: its tensors are not checked for missing ones, because {check.reason}")
+
+
+def check_one_model(folder: Path) -> None:
+    """
+    Refuse a folder with weights of two models, of which vLLM would score the one whose file comes last.
+
+    Without an index vLLM reads every `*.safetensors`, also a copy of other weights that a user keeps beside the model.
+
+    Args:
+        folder: The folder of a model.
+
+    Raises:
+        ValueError: if two files hold a tensor of one name, and no index says which of them counts.
+    """
+    if (folder / INDEX).is_file():
+        return
+
+    file_of: dict[str, str] = {}
+    # A link to one of the files holds no other weights.
+    different = {file.resolve(): file for file in sorted(folder.glob("*.safetensors"))}
+    for file in different.values():
+        for name in files.shapes_in([file]):
+            if name in file_of:
+                raise ValueError(
+                    f"{folder} must hold the weights of one model, got {name} in {file_of[name]} and in {file.name}: "
+                    f"an engine reads both, and keeps the last. Move {file.name} or {file_of[name]} out of the folder."
+                )
+            file_of[name] = file.name
 
 
 def precision(config: PretrainedConfig) -> str:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
 
     from ...export.files import LOW_BIT_FOLDER
     from ...rewards import load_rewards
-    from .checkpoint import check_complete, check_sizes, check_vocabulary, find_checkpoint, precision
+    from .checkpoint import check_complete, check_one_model, check_sizes, check_vocabulary, find_checkpoint, precision
     from .grade import reward_names, try_rewards
     from .suites import find_suites
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     check_sizes(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
     check_complete(folder)
+    check_one_model(folder)
     described = precision(config)
     if adapter is not None:
         described += ", with an adapter beside it"

@@ -110,6 +110,32 @@ def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, m
     assert message in stopped(capsys, str(models / model), "--suite", sums)
 
 
+def test_weights_of_another_model_beside_the_model_are_refused_because_an_engine_reads_both(
+    capsys, models, sums, tmp_path
+):
+    # A user's copy of earlier weights. vLLM reads the files by the alphabet, and keeps what it reads last.
+    folder = shutil.copytree(models / "plain", tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", folder / "old.safetensors")
+
+    message = stopped(capsys, str(folder), "--suite", sums)
+    assert "must hold the weights of one model" in message
+    assert "model.safetensors and in old.safetensors" in message
+
+
+def test_other_weights_may_lie_beside_an_index_or_have_other_names(models, sums, tmp_path, engine_calls):
+    folder = shutil.copytree(models / "plain", tmp_path / "model")
+    # As vision towers and heads of other tools lie there.
+    save_file({"extra.weight": torch.zeros(1)}, folder / "extra.safetensors")
+    (folder / "newest.safetensors").symlink_to("model.safetensors")
+    evaluate(folder, sums)
+
+    tensors = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(folder / "model.safetensors", folder / "old.safetensors")
+    evaluate(folder, sums, "--output_dir", "again")
+
+
 def with_config(folder, models, model, **changes):
     """A copy of a model with other fields in its `config.json`."""
     shutil.copytree(models / model, folder)
