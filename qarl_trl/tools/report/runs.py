@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 
-# What begins a rollout batch: TRL logs the reward in the line of the update that samples. A distillation has no reward,
+# What begins a rollout batch: TRL logs the reward in the line of the update that samples. A distillation has no reward
 # and logs lengths; fine-tuning samples nothing, and each line stands alone.
 BEGINS_BATCH = ("reward", "completions/mean_length", "loss")
 # TRL's metrics that replace ours in a run of plain TRL.
