@@ -121,7 +121,8 @@ def math_reward(
 
     Args:
         completions: Texts or chat messages.
-        answer: The references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`.
+        answer: The references: numbers, text or LaTeX, with or without `$...$` or `\boxed{}`; a list has the parts of
+            one answer.
         reward_timeout: Seconds for the whole batch. What is not graded then counts as wrong; a warning says how many.
         kwargs: The other columns of the data, and what else TRL gives to rewards; not used.
 
@@ -142,7 +143,7 @@ def math_reward(
     rewards: list[float | None] = []
     for completion, reference in zip(completions, answer, strict=True):
         try:
-            rewards.append(_judge(text_of(completion)[-_TAIL_CHARS:], text_of(reference), end))
+            rewards.append(_judge(text_of(completion)[-_TAIL_CHARS:], _reference_text(reference), end))
         except _BatchTimeoutError:
             break
 
@@ -155,7 +156,7 @@ def math_reward(
         )
 
     if None in rewards:
-        unreadable = text_of(answer[rewards.index(None)])[:200]
+        unreadable = _reference_text(answer[rewards.index(None)])[:200]
         _warn_once(
             "reference", "math-verify cannot read the reference answer %r. Such samples get no reward.", unreadable
         )
@@ -211,6 +212,14 @@ def text_of(value: Any) -> str:
         # Python writes 0.00001 as 1e-05, in which math-verify reads Euler's number.
         return format(Decimal(str(value)), "f")
     return str(value)
+
+
+def _reference_text(reference: Any) -> str:
+    """The text of a reference; a list, as OlympiadBench has them, is one answer of several parts."""
+    is_list = isinstance(reference, list | tuple)
+    if is_list and not any(isinstance(part, dict) for part in reference):
+        return ", ".join(text_of(part) for part in reference)
+    return text_of(reference)
 
 
 _said: set[str] = set()

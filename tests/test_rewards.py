@@ -54,6 +54,12 @@ def log(monkeypatch, caplog):
         (r"\boxed{2}" + " but" * 50 + r" \boxed{1}", "2", 0.0),
         (r"\boxed{1} or \boxed{2}", "2", 0.0),
         (r"\boxed{1} or \boxed{2}", "1, 2", 1.0),
+        # A list has the parts of one answer, as in a recipe: its last part alone is not the answer.
+        (r"\boxed{2}", ["1", "2"], 0.0),
+        (r"\boxed{1, 2}", ["1", "2"], 1.0),
+        (r"\boxed{2, 1}", [1, 2.0], 1.0),
+        (r"\boxed{2}", ["2"], 1.0),
+        (r"\boxed{2}", [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], 1.0),
         ("The answer is 42.", "42", 1.0),
         # Emphasis of Markdown, and signs that look like it.
         ("The answer is **42**.", "42", 1.0),
@@ -145,7 +151,7 @@ def test_broken_completion_gets_zero_and_no_exception(garbage):
     assert math_reward([garbage, r"\boxed{3}"], ["3", "3"]) == [0.0, 1.0]
 
 
-@pytest.mark.parametrize("reference", ["", "   ", None])
+@pytest.mark.parametrize("reference", ["", "   ", None, []])
 def test_unreadable_reference_is_not_scored_and_is_said_once(reference, log):
     assert math_reward([r"\boxed{3}", r"\boxed{3}"], [reference, "3"]) == [None, 1.0]
     assert math_reward([r"\boxed{3}"], [reference]) == [None]

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 
+# What begins a rollout batch: TRL logs the reward in the line of the update that samples. A distillation has no reward
+# and logs lengths; fine-tuning samples nothing, and each line stands alone.
+BEGINS_BATCH = ("reward", "completions/mean_length", "loss")
 # TRL's metrics that replace ours in a run of plain TRL.
 OF_TRL = {"mismatch/logp_diff_mean": "sampling/sampling_logp_difference/mean", "time/update": "step_time"}
 
@@ -51,10 +54,11 @@ class LoggedRun:
 
     def _batches(self) -> list[dict[str, list[float]]]:
         """The finite values of each metric in the log lines of each rollout batch."""
+        logged = {name for row in self.log for name in row}
+        beginning = next((name for name in BEGINS_BATCH if name in logged), "")
         batches: list[dict[str, list[float]]] = []
         for row in sorted(self.log, key=lambda row: row["step"]):
-            # TRL logs the reward in the line of the update that samples.
-            if "reward" in row or not batches:
+            if beginning in row or not batches:
                 batches.append({})
             # Text is no point of a plot, and NaN or infinity would spread to the whole batch.
             for name, value in row.items():

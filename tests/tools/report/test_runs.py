@@ -117,6 +117,26 @@ def test_a_line_with_a_reward_begins_a_batch(rows):
     assert len(run.values("ratio/max")) == 12
 
 
+def test_without_rewards_a_batch_begins_with_the_lengths_of_its_answers(rows):
+    """A distillation that samples: as one batch, its last quarter would be the mean of the whole run."""
+    for row in rows:
+        row.pop("reward", None)
+    rows[9]["completions/mean_length"] = rows[8].pop("completions/mean_length")
+
+    assert LoggedRun("a", rows).series("entropy")[0].tolist() == [1, 5, 10]
+
+
+def test_without_samples_each_line_is_a_point():
+    """Of SFT; an evaluation and the summary of a training stand beside the line of their step."""
+    rows = [{"step": step, "loss": 1.0 / step, "entropy": 1.0 / step} for step in (10, 20, 30)]
+    rows.append({"step": 20, "eval_loss": 2.0})
+    rows.append({"step": 30, "train_loss": 3.0})
+    run = LoggedRun("a", rows)
+
+    assert run.series("entropy")[0].tolist() == [10, 20, 30]
+    assert run.series("eval_loss")[0].tolist() == [20]
+
+
 @pytest.mark.parametrize(
     "text",
     [
