@@ -161,7 +161,9 @@ def check_one_model(folder: Path) -> None:
 
     file_of: dict[str, str] = {}
     # A link to one of the files holds no other weights.
-    different = {file.resolve(): file for file in sorted(folder.glob("*.safetensors"))}
+    different: dict[Path, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        different.setdefault(file.resolve(), file)
     for file in different.values():
         for name in files.shapes_in([file]):
             if name in file_of:
