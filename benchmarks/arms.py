@@ -127,7 +127,7 @@ HARD: dict[str, Any] = {
 LONG = HARD | {
     "model": TOY | {"max_position_embeddings": 512},
     "numbers": 14,  # of a sum: an answer has 376 tokens
-    "outliers": {"channels": 16, "factor": 4},
+    "outliers": {"channels": 4, "factor": 8},
     "forgotten": 0.08,
     "warm_steps": 1000,
     "max_completion_length": 440,

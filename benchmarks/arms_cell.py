@@ -51,7 +51,7 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
     trainer.train()
     after = accuracy(trainer, held_out)
     # Those of older cells are engine scores alone.
-    scored = scores_of(trainer, regime, folder) if regime.get("portable") else None
+    scored = scores_of(trainer, arm, regime, folder) if regime.get("portable") else None
     log = [row for row in trainer.state.log_history if "reward" in row]
     names = sorted({name for row in log for name in row if name.startswith(KEPT)})
     return {
@@ -74,7 +74,7 @@ def wants_learner(arm: dict[str, Any], regime: dict[str, Any]) -> bool:
     return not regime.get("portable") and not arm.get("quantize_learner", True)
 
 
-def scores_of(trainer: QaRLTrainer, regime: dict[str, Any], folder: Path) -> dict[str, float]:
+def scores_of(trainer: QaRLTrainer, arm: dict[str, Any], regime: dict[str, Any], folder: Path) -> dict[str, float]:
     """The scores of the trained master weights, as they are and in 4 bits."""
     # `save_model` would write the low-bit weights.
     masters = folder / "masters"
@@ -87,7 +87,10 @@ def scores_of(trainer: QaRLTrainer, regime: dict[str, Any], folder: Path) -> dic
     # Another process, without the engine's process group, by which llm-compressor's AWQ would reduce.
     environment = {name: value for name, value in os.environ.items() if name not in GROUP}
     script = Path(__file__).with_name("arms_scores.py")
-    command = [sys.executable, str(script), str(masters), json.dumps(regime)]
+    ways = ("rounded", "gptq")
+    if arm.get("quant_scheme") == "none":
+        ways = ("rounded", "gptq", "awq")
+    command = [sys.executable, str(script), str(masters), json.dumps(regime), *ways]
     lines = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.splitlines()
     return json.loads(lines[-1])
 

@@ -1,7 +1,7 @@
 """
 What a trained toy of arms.py scores as it is, and in 4 bits: rounded to nearest, by GPTQ and by AWQ.
 
-    python benchmarks/arms_scores.py FOLDER REGIME      a regime as JSON; prints the scores as JSON
+    python benchmarks/arms_scores.py FOLDER REGIME WAY...      a regime as JSON; prints the scores as JSON
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ CALIBRATION = 128  # solutions of training problems
 TEMPERATURE = 0.6  # as in the paper's Table 2
 
 
-def scores(folder: Path, regime: dict[str, Any]) -> dict[str, float]:
+def scores(folder: Path, regime: dict[str, Any], ways: list[str]) -> dict[str, float]:
     """
     Shares of right answers, sampled by transformers in float32 with one seed.
 
     Args:
-        folder: The trained toy, with its tokenizer.
+        folder: The trained toy.
         regime: An entry of `arms.REGIMES`.
+        ways: Keys of `WAYS`, besides which it is scored as it is.
     """
     tokenizer = make_tokenizer()
     held_out = list(islice(problems(1, held_out=True, count=regime.get("numbers", NUMBERS)), HELD_OUT))
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     length = regime["max_completion_length"]
     made = {"as it is": accuracy(model, tokenizer, held_out, length)}
-    for name, method in WAYS.items():
-        quantized = quantize(model, tokenizer, method, regime)
+    for name in ways:
+        quantized = quantize(model, tokenizer, WAYS[name], regime)
         made[name] = accuracy(quantized, tokenizer, held_out, length)
     return made
 
@@ -91,4 +92,4 @@ def accuracy(
 
 
 if __name__ == "__main__":
-    print(json.dumps(scores(Path(sys.argv[1]), json.loads(sys.argv[2]))))
+    print(json.dumps(scores(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])))
