@@ -86,6 +86,17 @@ MAIN = (
     "QaRL GSPO",
 )  # five seeds in the hard regime; all others three
 UNWEIGHTED = "rollout-only GRPO without TIS", "rollout-only TBPO without weight"
+# Of answers of 376 tokens.
+LONG_ARMS = (
+    "bf16 GRPO",
+    "rollout-only GRPO",
+    "rollout-only GRPO without TIS",
+    "rollout-only TBPO",
+    "rollout-only TBPO without weight",
+    "QaRL GRPO",
+    "QaRL GSPO",
+    "QaRL TBPO",
+)
 LEVELS = ("rollout-only TBPO", "QaRL TBPO, stock operations", "QaRL TBPO")
 
 TOY = {
@@ -111,6 +122,17 @@ HARD: dict[str, Any] = {
     "band": 2e-3,  # epsilon_high, delta_low and delta_high are 4, 3 and 7 of these: those of the quickstart
     "max_completion_length": 140,
 }
+# Answers three times as long, where error tokens can occur. The learner is in float32, on torch's operations, and the
+# engine's 4-bit layers are those of portable_engine.py: so it runs on every x86-64 CPU.
+LONG = HARD | {
+    "model": TOY | {"max_position_embeddings": 512},
+    "numbers": 14,  # of a sum: an answer has 376 tokens
+    "outliers": {"channels": 4, "factor": 8},
+    "forgotten": 0.08,
+    "warm_steps": 1000,
+    "max_completion_length": 440,
+    "portable": True,
+}
 REGIMES: dict[str, dict[str, Any]] = {
     "hard": HARD,
     "again": HARD | {"start": 1},
@@ -118,6 +140,8 @@ REGIMES: dict[str, dict[str, Any]] = {
     "stale": HARD | {"updates": 32},
     "easy": HARD | {"outliers": {"channels": 0, "factor": 1}},
     "w4a8": HARD | {"quantization": {"quant_scheme": "W4A8"}},
+    "long": LONG,
+    "long_stale": LONG | {"updates": 32},
 }
 
 
@@ -128,14 +152,22 @@ def cells(options: argparse.Namespace) -> list[tuple[str, str, int]]:
     found = []
     for regime in options.regime:
         arms = options.arms or arms_of(regime)
-        seeds = {arm: options.seeds or range(5 if regime == "hard" and arm in MAIN else 3) for arm in arms}
+        seeds = {arm: options.seeds or range(seeds_of(regime, arm)) for arm in arms}
         found += [(regime, arm, seed) for seed in range(100) for arm in arms if seed in seeds[arm]]
     return found
+
+
+def seeds_of(regime: str, arm: str) -> int:
+    """How many seeds an arm has in a regime."""
+    if regime.startswith("long"):
+        return 8
+    return 5 if regime == "hard" and arm in MAIN else 3
 
 
 def arms_of(regime: str) -> list[str]:
     """The arms that are meant to run in a regime."""
     more = {"hard": tuple(ARMS), "w4a8": LEVELS, "hot": (*MAIN, *UNWEIGHTED, "QaRL GRPO", "bf16 TBPO")}
+    more |= dict.fromkeys(("long", "long_stale"), LONG_ARMS)
     return list(more.get(regime, MAIN + UNWEIGHTED))
 
 
@@ -217,7 +249,8 @@ def sha_of(weights: Path) -> str:
 
 def start_of(settings: dict[str, Any]) -> str:
     """A name of what a warm start is made from."""
-    made_from = {name: settings[name] for name in ("model", "start", "forgotten", "warm_steps")}
+    names = ("model", "start", "forgotten", "warm_steps", "numbers")
+    made_from = {name: settings[name] for name in names if name in settings}
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -254,7 +287,12 @@ def main() -> None:
         choices=ARMS,
         help="default: all in 'hard', the three levels of alignment in 'w4a8', else the main ones",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: 0 to 4 of the main arms in 'hard', else 0 to 2")
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        help="default: 0 to 4 of the main arms in 'hard', 0 to 7 in the long ones, else 0 to 2",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each (default: 1)")
     parser.add_argument(
         "--bases", type=Path, default=Path(tempfile.gettempdir()) / "qarl_trl_arms", help="warm starts"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from functools import partial
 from itertools import islice
@@ -9,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import common  # sets what torch and vLLM read when they load
+import portable_engine
 import torch
 import vllm  # noqa: F401  # here, so that cells that are forked have it
-from arms import DRAWS, WEIGHTS, sha_of
-from arms_task import add_outliers, kept_by_kpop, problems
+from arms import DRAWS, STOCK, WEIGHTS, sha_of
+from arms_task import HELD_OUT, NUMBERS, add_outliers, kept_by_kpop, problems
 from datasets import Dataset, disable_progress_bars
 from sums import correct, make_tokenizer
 from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
@@ -23,7 +28,8 @@ from qarl_trl.tools.evaluate.sample import prompt_seed
 
 
 PROMPTS, ANSWERS = 16, 8  # of a rollout batch: 128 completions
-HELD_OUT = 256
+# By which a process finds a process group.
+GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 MACHINE = common.machine()  # when this was loaded: cells are forked later
 # One value a rollout batch.
 KEPT = (
@@ -37,18 +43,23 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
     start = time.perf_counter()
     logging.disable_progress_bar()
     disable_progress_bars()
+    if regime.get("portable"):
+        portable_engine.install()
     trainer = make_trainer(base, arm, regime, seed, folder)
-    held_out = list(islice(problems(1, held_out=True), HELD_OUT))
+    held_out = list(islice(problems(1, held_out=True, count=numbers_of(regime)), HELD_OUT))
     before = accuracy(trainer, held_out) if seed == 0 else None  # the same for all seeds
     trainer.train()
     after = accuracy(trainer, held_out)
+    # Those of older cells are engine scores alone.
+    scored = scores_of(trainer, arm, regime, folder) if regime.get("portable") else None
     log = [row for row in trainer.state.log_history if "reward" in row]
     names = sorted({name for row in log for name in row if name.startswith(KEPT)})
     return {
         "accuracy_before": before,
         "accuracy_after": after,
         # What the rollout-only arms trained is a bfloat16 model; the other accuracies are of its quantization.
-        "accuracy_learner": None if arm.get("quantize_learner", True) else learner_accuracy(trainer, held_out),
+        "accuracy_learner": learner_accuracy(trainer, held_out) if wants_learner(arm, regime) else None,
+        "scores": scored,
         "log": {name: [_short(row.get(name)) for row in log] for name in names},
         "draws": DRAWS,
         "base_sha256": sha_of(base / WEIGHTS),
@@ -56,6 +67,37 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
         "cpu_seconds": round(time.process_time(), 1),
         "machine": MACHINE,
     }
+
+
+def wants_learner(arm: dict[str, Any], regime: dict[str, Any]) -> bool:
+    """Whether the learner is scored by transformers' `generate` in bfloat16: not where `scores` has it."""
+    return not regime.get("portable") and not arm.get("quantize_learner", True)
+
+
+def scores_of(trainer: QaRLTrainer, arm: dict[str, Any], regime: dict[str, Any], folder: Path) -> dict[str, float]:
+    """The scores of the trained master weights, as they are and in 4 bits."""
+    # `save_model` would write the low-bit weights.
+    masters = folder / "masters"
+    model = Qwen3ForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
+    trained = dict(trainer.model.named_parameters())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(trained[name])
+    model.save_pretrained(masters)
+    # Another process, without the engine's process group, by which llm-compressor's AWQ would reduce.
+    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
+    script = Path(__file__).with_name("arms_scores.py")
+    ways = ("rounded", "gptq")
+    if arm.get("quant_scheme") == "none":
+        ways = ("rounded", "gptq", "awq")
+    command = [sys.executable, str(script), str(masters), json.dumps(regime), *ways]
+    lines = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.splitlines()
+    return json.loads(lines[-1])
+
+
+def numbers_of(regime: dict[str, Any]) -> int:
+    """How many numbers a sum of a regime has."""
+    return regime.get("numbers", NUMBERS)
 
 
 class KPopTrainer(QaRLTrainer):
@@ -80,7 +122,7 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
         "output_dir": str(folder),
         "use_vllm": True,
         "use_cpu": True,
-        "vllm_max_model_length": 192,
+        "vllm_max_model_length": regime["model"]["max_position_embeddings"],
         "vllm_engine_kwargs": {"enforce_eager": True},
         "max_completion_length": regime["max_completion_length"],
         "num_generations": ANSWERS,
@@ -100,6 +142,8 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
         "seed": seed,
         **regime["quantization"],
     }
+    if regime.get("portable"):
+        settings |= {"bf16": False, **STOCK}
     if arm.get("quant_scheme") == "none":
         settings = {name: value for name, value in settings.items() if not name.startswith("quant_")}
     source = folder / "start"
@@ -112,7 +156,7 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
         model=str(source),
         reward_funcs=correct,
         args=QaRLConfig(**settings | {name: value for name, value in arm.items() if name != "kpop"}),
-        train_dataset=Dataset.from_list(list(islice(problems(seed + 2), 4096))),
+        train_dataset=Dataset.from_list(list(islice(problems(seed + 2, count=numbers_of(regime)), 4096))),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -21,6 +21,20 @@ Cell = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "benchmarks" / "results" / "arms" / "README.md", ROOT / "docs" / "results.md")
 SHOWN_REGIMES = ("hard", "again", "hot", "easy")
+LONG_REGIMES = ("long",)
+# Of the long regimes: from, to, and how each is scored. All by transformers in float32, from the trained weights.
+COMPARED = (
+    ("QaRL less rollout-only, GRPO", ("rollout-only GRPO", "rounded"), ("QaRL GRPO", "rounded")),
+    ("the same, without TIS", ("rollout-only GRPO without TIS", "rounded"), ("QaRL GRPO", "rounded")),
+    ("the same, TBPO", ("rollout-only TBPO", "rounded"), ("QaRL TBPO", "rounded")),
+    ("the same, TBPO without weight", ("rollout-only TBPO without weight", "rounded"), ("QaRL TBPO", "rounded")),
+    ("both by GPTQ, GRPO", ("rollout-only GRPO", "gptq"), ("QaRL GRPO", "gptq")),
+    ("both by GPTQ, GRPO without TIS", ("rollout-only GRPO without TIS", "gptq"), ("QaRL GRPO", "gptq")),
+    ("both by GPTQ, TBPO", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "gptq")),
+    ("QaRL GRPO rounded less bf16 GRPO rounded", ("bf16 GRPO", "rounded"), ("QaRL GRPO", "rounded")),
+    ("QaRL GRPO rounded less bf16 GRPO by GPTQ", ("bf16 GRPO", "gptq"), ("QaRL GRPO", "rounded")),
+    ("QaRL TBPO less GSPO", ("QaRL GSPO", "rounded"), ("QaRL TBPO", "rounded")),
+)
 # Of the users' table.
 SHOWN_ARMS = ("bf16 GRPO", "rollout-only GRPO", "rollout-only TBPO", "QaRL TBPO")
 NOT_RUN = "not run"
@@ -155,6 +169,64 @@ def regime_table(regime: str) -> str:
     return text
 
 
+def long_table(regime: str) -> str:
+    """The arms of a long regime, one a line, and what each deployment of their weights scores."""
+    header = ["arm", "seeds", "engine, by seed, %", "as it is", "rounded", "GPTQ", "AWQ", "reward", "collapsed"]
+    header += ["mismatch, nats", "A < 0 above, %", "cut, %", "error tokens, %"]
+
+    rows = []
+    missing = []
+    for arm in arms_of(regime):
+        cells = read(regime, arm)
+        if cells:
+            rows.append(_long_row(arm, cells))
+        else:
+            missing.append(arm)
+
+    text = markdown(header, rows) + f"\n\n{starts(regime)}"
+    if missing:
+        text += f" Not run: {'; '.join(missing)}."
+    return text
+
+
+def _long_row(arm: str, cells: list[Cell]) -> list[str]:
+    """One line of `long_table`."""
+    shown = [arm, str(len(cells)), accuracies(cells, "{:.0f}")]
+    for name in ("as it is", "rounded", "gptq", "awq"):
+        shown.append(spread(cells, lambda c, name=name: percent(c["scores"].get(name)), "{:.1f}"))
+    return shown + row(arm, cells)[4:-1]
+
+
+def percent(share: float | None) -> float | None:
+    """A share in percent."""
+    return None if share is None else 100 * share
+
+
+def long_differences(regime: str) -> str:
+    """Differences of two arms of a long regime, paired by seed."""
+    header = ["what is compared", "pairs", "points", "pairs above 0", "range"]
+    rows = []
+    for text, (base, base_score), (other, other_score) in COMPARED:
+        before = {cell["seed"]: cell["scores"][base_score] for cell in read(regime, base)}
+        after = {cell["seed"]: cell["scores"][other_score] for cell in read(regime, other)}
+        differences = [100 * (after[seed] - before[seed]) for seed in sorted(before.keys() & after.keys())]
+        rows.append([text, str(len(differences)), *_summary(differences)])
+    return markdown(header, rows)
+
+
+def _summary(differences: list[float]) -> list[str]:
+    """Mean with its standard error over seeds (of two and fewer all are printed), pairs above 0, and range."""
+    if not differences:
+        return [NOT_RUN] * 3
+
+    points = ", ".join(f"{value:+.1f}" for value in differences)
+    if len(differences) > 2:
+        error = statistics.stdev(differences) / len(differences) ** 0.5
+        points = f"{statistics.fmean(differences):+.1f} ± {error:.1f}"
+    above = sum(value > 0 for value in differences)
+    return [points, f"{above} of {len(differences)}", f"{min(differences):+.1f} to {max(differences):+.1f}"]
+
+
 def level_table() -> str:
     """Mismatch and accuracy of TBPO by what the learner computes with."""
     rows = []
@@ -176,6 +248,8 @@ def level_table() -> str:
 def tables() -> dict[str, str]:
     """All tables by their marks."""
     made = {regime: regime_table(regime) for regime in SHOWN_REGIMES}
+    made |= {regime: long_table(regime) for regime in LONG_REGIMES}
+    made |= {f"{regime}, pairs": long_differences(regime) for regime in LONG_REGIMES}
     made["alignment"] = level_table()
     made["toy"] = users_table()
     return {f"<!-- table: {name} -->\n": text for name, text in made.items()}

@@ -18,6 +18,7 @@ from warm_start import completion_loss
 
 
 NUMBERS = 8  # of a sum: an answer has 118 tokens
+HELD_OUT = 256  # problems by which an arm is scored
 BATCH, RATE = 32, 2e-3  # of the supervised phase
 
 
@@ -38,12 +39,14 @@ def work(numbers: list[int], forgets: Iterator[bool] | None = None) -> str:
     return "=".join(lines)
 
 
-def problems(seed: int, forgotten: float = 0.0, held_out: bool = False) -> Iterator[dict[str, Any]]:
-    """Problems with their answer (the last line) and a demonstration that forgets a share of its carries."""
+def problems(
+    seed: int, forgotten: float = 0.0, held_out: bool = False, count: int = NUMBERS
+) -> Iterator[dict[str, Any]]:
+    """Sums of `count` numbers with their answer (the last line) and a demonstration that forgets some carries."""
     rng, slips = random.Random(seed), random.Random(seed + 1)
     coin = iter(lambda: slips.random() < forgotten, None)
     while True:
-        numbers = [rng.randint(10, 99), *(rng.randint(1, 9) for _ in range(NUMBERS - 1))]
+        numbers = [rng.randint(10, 99), *(rng.randint(1, 9) for _ in range(count - 1))]
         if (zlib.crc32(repr(numbers).encode()) % 5 == 0) == held_out:
             solution = work(numbers)
             yield {
@@ -71,7 +74,8 @@ def warm_start(folder: Path, regime: dict[str, Any], kept: Path) -> None:
 
 
 def _train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, regime: dict[str, Any]) -> None:
-    stream, steps = problems(100 * regime["start"], regime["forgotten"]), regime["warm_steps"]
+    count = regime.get("numbers", NUMBERS)
+    stream, steps = problems(100 * regime["start"], regime["forgotten"], count=count), regime["warm_steps"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 30, max(0.02, (steps - step) / (0.4 * steps)))

@@ -1,0 +1,95 @@
+"""
+What a trained toy of arms.py scores as it is, and in 4 bits: rounded to nearest, by GPTQ and by AWQ.
+
+    python benchmarks/arms_scores.py FOLDER REGIME WAY...      a regime as JSON; prints the scores as JSON
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import common  # noqa: F401  # finds the scripts of examples/
+import torch
+from arms_task import HELD_OUT, NUMBERS, problems
+from datasets import Dataset
+from llmcompressor import oneshot
+from ptq import make_recipe
+from sums import correct, make_tokenizer
+from torch import nn
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+
+WAYS = {"rounded": "rtn", "gptq": "gptq", "awq": "awq"}  # AWQ's scaling folds outlier channels back
+CALIBRATION = 128  # solutions of training problems
+TEMPERATURE = 0.6  # as in the paper's Table 2
+
+
+def scores(folder: Path, regime: dict[str, Any], ways: list[str]) -> dict[str, float]:
+    """
+    Shares of right answers, sampled by transformers in float32 with one seed.
+
+    Args:
+        folder: The trained toy.
+        regime: An entry of `arms.REGIMES`.
+        ways: Keys of `WAYS`, besides which it is scored as it is.
+    """
+    tokenizer = make_tokenizer()
+    held_out = list(islice(problems(1, held_out=True, count=regime.get("numbers", NUMBERS)), HELD_OUT))
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    length = regime["max_completion_length"]
+    made = {"as it is": accuracy(model, tokenizer, held_out, length)}
+    for name in ways:
+        quantized = quantize(model, tokenizer, WAYS[name], regime)
+        made[name] = accuracy(quantized, tokenizer, held_out, length)
+    return made
+
+
+def quantize(model: nn.Module, tokenizer: PreTrainedTokenizerFast, method: str, regime: dict[str, Any]) -> nn.Module:
+    """A copy of `model` whose layers compute with llm-compressor's low-bit weights."""
+    settings = regime["quantization"]
+    data: dict[str, Any] = {}
+    if method != "rtn":
+        data = {"dataset": calibration_set(tokenizer, regime), "num_calibration_samples": CALIBRATION}
+
+    quantized = copy.deepcopy(model)
+    recipe = make_recipe(method, settings["quant_scheme"], settings["quant_group_size"])
+    # It prints a line and a bar for each layer.
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        oneshot(model=quantized, recipe=recipe, tokenizer=tokenizer, **data)
+    return quantized
+
+
+def calibration_set(tokenizer: PreTrainedTokenizerFast, regime: dict[str, Any]) -> Dataset:
+    """Training problems with their right solutions, as token ids."""
+    stream = problems(0, count=regime.get("numbers", NUMBERS))  # without slips a demonstration is right
+    rows = []
+    for row in islice(stream, CALIBRATION):
+        ids = tokenizer.encode(row["prompt"] + row["demonstration"])
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids)})
+    return Dataset.from_list(rows)
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module, tokenizer: PreTrainedTokenizerFast, held_out: list[dict[str, Any]], length: int
+) -> float:
+    """Share of right answers of a model."""
+    model.eval()
+    # Prompts have one length.
+    ids = torch.tensor([tokenizer.encode(row["prompt"]) for row in held_out])
+    torch.manual_seed(0)
+    answers = model.generate(ids, do_sample=True, temperature=TEMPERATURE, top_k=0, max_new_tokens=length)
+    texts = tokenizer.batch_decode(answers[:, ids.shape[1] :], skip_special_tokens=True)
+    rewards = correct(texts, [row["answer"] for row in held_out])
+    return sum(rewards) / len(rewards)
+
+
+if __name__ == "__main__":
+    print(json.dumps(scores(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])))

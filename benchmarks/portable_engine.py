@@ -1,0 +1,58 @@
+"""A kernel for W4A16 on CPUs without AVX-512, where vLLM has none, so that the toy of arms.py runs there too.
+
+It dequantizes the packed weights when they load and multiplies in float32: the engine's own arithmetic for these
+weights, without its rounding of each product's inputs. Only the benchmarks use it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from vllm.model_executor.kernels.linear import register_linear_kernel
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+from vllm.platforms import PlatformEnum
+from vllm.scalar_type import scalar_types
+
+from qarl_trl.rollout import cpu_support
+
+
+KERNEL_TO_REPLACE = "CPUWNA16LinearKernel"
+
+
+class Float32LinearKernel(MPLinearKernel):
+    """4-bit weights in the form of compressed-tensors, symmetric, as a float32 matrix."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        if c.weight_type != scalar_types.uint4b8:
+            return False, f"weights must be symmetric and of 4 bits, got {c.weight_type}"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        packed = getattr(layer, self.w_q_name)
+        scales = getattr(layer, self.w_s_name)
+        # `(out, in / 8)` and `(out, groups)`, as a checkpoint has them.
+        values = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, packed.packed_dim)
+        groups = (values - 8).to(scales.dtype).unflatten(-1, (scales.shape[-1], -1))
+        # In bfloat16, as the learner dequantizes.
+        layer.float32_matrix = (groups * scales.data.unsqueeze(-1)).flatten(-2).float()
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = torch.nn.functional.linear(x.float(), layer.float32_matrix)
+        if bias is not None:
+            y = y + bias
+        return y.to(x.dtype)
+
+
+def install() -> None:
+    """Let engines of this process run W4A16 without AVX-512."""
+    os.environ["VLLM_DISABLED_KERNELS"] = KERNEL_TO_REPLACE
+    register_linear_kernel(Float32LinearKernel, PlatformEnum.CPU, "mp")
+    # What the library refuses such a CPU by.
+    cpu_support.AVX512 = ()
