@@ -36,7 +36,7 @@ COMPARED = (
     ("QaRL TBPO less GSPO", ("QaRL GSPO", "rounded"), ("QaRL TBPO", "rounded")),
 )
 # Of the users' table.
-SHOWN_ARMS = ("bf16 GRPO", "rollout-only GRPO", "rollout-only TBPO", "QaRL TBPO")
+SHOWN_ARMS = ("bf16 GRPO", "rollout-only GRPO", "QaRL GRPO", "rollout-only TBPO", "QaRL TBPO")
 NOT_RUN = "not run"
 # The paper's figures: Table 1 (math average, Qwen3-8B-Base); Table 3 (MATH-500, AIME 2025, AMC); Fig. 8 prints no
 # numbers.
@@ -114,7 +114,7 @@ def users_table() -> str:
     """Accuracy of the main arms, a figure for each seed."""
     header = ["regime", "start in 4 bits", *SHOWN_ARMS]
     rows = []
-    for regime in SHOWN_REGIMES:
+    for regime in (*SHOWN_REGIMES, *LONG_REGIMES):
         row = [regime, f"{100 * starts_of(regime)['quantized']:.0f}"]
         row += [accuracies(read(regime, arm), "{:.0f}") for arm in SHOWN_ARMS]
         rows.append(row)
@@ -210,11 +210,11 @@ def long_differences(regime: str) -> str:
         before = {cell["seed"]: cell["scores"][base_score] for cell in read(regime, base)}
         after = {cell["seed"]: cell["scores"][other_score] for cell in read(regime, other)}
         differences = [100 * (after[seed] - before[seed]) for seed in sorted(before.keys() & after.keys())]
-        rows.append([text, str(len(differences)), *_summary(differences)])
+        rows.append([text, str(len(differences)), *summary(differences)])
     return markdown(header, rows)
 
 
-def _summary(differences: list[float]) -> list[str]:
+def summary(differences: list[float]) -> list[str]:
     """Mean with its standard error over seeds (of two and fewer all are printed), pairs above 0, and range."""
     if not differences:
         return [NOT_RUN] * 3

@@ -186,3 +186,22 @@ def test_a_table_names_the_arms_that_were_not_run(monkeypatch, tmp_path):
     table = arms_table.regime_table("again")
     assert "Not run: bf16 GRPO; rollout-only GRPO; " in table
     assert len(table.split("\n\n")[0].splitlines()) == 2
+
+
+def test_few_pairs_are_printed_and_more_have_a_mean_with_its_error():
+    assert arms_table.summary([1.0, -2.0]) == ["+1.0, -2.0", "1 of 2", "-2.0 to +1.0"]
+    # The standard deviation is 1, over the root of three pairs.
+    assert arms_table.summary([1.0, 2.0, 3.0]) == ["+2.0 ± 0.6", "3 of 3", "+1.0 to +3.0"]
+    assert arms_table.summary([]) == [arms_table.NOT_RUN] * 3
+
+
+def test_a_cell_of_the_long_toy_is_scored_in_every_deployment():
+    table = arms_table.long_table("long")
+    header, _, *rows = table.split("\n\n")[0].splitlines()
+
+    assert "| as it is | rounded | GPTQ | AWQ |" in header
+    for row in rows:
+        # Only bfloat16 rollouts are scored by AWQ.
+        as_it_is, rounded, gptq, awq = [cell.strip() for cell in row.split("|")[4:8]]
+        assert "-" not in (as_it_is, rounded, gptq)
+        assert (awq == "-") == (not row.startswith("| bf16"))
