@@ -5,7 +5,7 @@ The paper's comparison in miniature: arms, seeds and regimes on a task that runs
     python benchmarks/arms.py --table                     write the tables (arms_table.py)
 
 A cell is one arm with one seed in one regime. It has a process of its own and a file under results/arms/, so a stopped
-run goes on where it was. A cell takes a minute or two on one core.
+run goes on where it was. A cell takes a minute or two on one core, one of long answers six.
 """
 
 from __future__ import annotations

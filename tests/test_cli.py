@@ -42,10 +42,10 @@ DRY = ["train", "--config", str(ROOT / "recipes/qwen3-8b-base/w4a16_qarl_tbpo.ya
         # The help of the others is text: they import what they need when they run.
         *(([name, "--help"], set(), "usage: qarl-trl", 1) for name in cli.COMMANDS if name not in TRAIN),
         # `sft`, `rloo` and `distill` go the same way with other configs, which load no more (`test_architecture`).
-        (["train", "--help"], {"torch", "transformers", "trl"}, "--tbpo_epsilon_high", 40),
-        (["schemes"], {"torch", "transformers"}, "W4A16", 40),
+        (["train", "--help"], {"torch", "transformers", "trl"}, "--tbpo_epsilon_high", 20),
+        (["schemes"], {"torch", "transformers"}, "W4A16", 20),
         # A dry run is for machines without the GPU of the run, where vLLM may not even be installed.
-        (DRY, {"torch", "transformers", "trl"}, "no CUDA device here", 40),  # 22 on an EPYC without AVX-512
+        (DRY, {"torch", "transformers", "trl"}, "no CUDA device here", 20),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )

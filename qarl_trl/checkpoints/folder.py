@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
-
 from ..export.card_edits import CARD
 from ..export.files import apply_umask, flush
 
@@ -37,6 +35,8 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         OSError: if the disk fails. A checkpoint that was there before is in its place again; if even that fails, the
             message says where it is.
     """
+    from transformers.trainer import TRAINER_STATE_NAME  # late: seconds of a dry run, which commits nothing
+
     apply_umask(folder)
     # Content must be on the disk before the manifest, whose presence says that the checkpoint is complete.
     flush(folder)
