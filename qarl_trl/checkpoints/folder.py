@@ -18,6 +18,8 @@ MANIFEST = "manifest.json"
 INCOMING = "_incoming"
 # Folder of a checkpoint that another of the same step is just replacing. A failed save does not delete it.
 REPLACED = "_replaced"
+# Folder of files that a user, such as a callback, had put into `checkpoint-N` before the checkpoint came.
+OF_USER = "_files_of_user"
 
 
 def commit(folder: Path, target: Path, **facts: Any) -> None:
@@ -35,8 +37,6 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         OSError: if the disk fails. A checkpoint that was there before is in its place again; if even that fails, the
             message says where it is.
     """
-    from transformers.trainer import TRAINER_STATE_NAME  # late: seconds of a dry run, which commits nothing
-
     apply_umask(folder)
     # Content must be on the disk before the manifest, whose presence says that the checkpoint is complete.
     flush(folder)
@@ -44,10 +44,10 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     flush(folder)
 
+    # What a kill in an earlier call left.
+    return_files_of_user(target)
     # No file system replaces a folder that is not empty by a rename.
-    aside = target.parent / REPLACED / target.name
-    # A callback may have put files of its own there before the checkpoint came, and nothing else.
-    is_of_user = target.exists() and not any((target / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
+    aside = target.parent / (OF_USER if _is_of_user(target) else REPLACED) / target.name
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
@@ -59,13 +59,38 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         if aside.exists():
             _restore(aside, target)
         raise
-    if is_of_user:
-        for file in aside.iterdir():
-            if not (target / file.name).exists():
-                file.rename(target / file.name)
+    return_files_of_user(target)
     # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
-    shutil.rmtree(aside.parent, ignore_errors=True)
+    shutil.rmtree(target.parent / REPLACED, ignore_errors=True)
+
+
+def _is_of_user(folder: Path) -> bool:
+    """Whether a folder is there, and is neither a checkpoint nor a part of one."""
+    from transformers.trainer import TRAINER_STATE_NAME  # late: seconds of a dry run, which commits nothing
+
+    return folder.exists() and not any((folder / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
+
+
+def return_files_of_user(checkpoint: Path) -> None:
+    """
+    Move the files that made way for a checkpoint into it, or back to its place if it did not come.
+
+    Args:
+        checkpoint: The place of the checkpoint. Files of the checkpoint win over those of a user with the same name.
+    """
+    aside = checkpoint.parent / OF_USER / checkpoint.name
+    if not aside.exists():
+        return
+
+    checkpoint.mkdir(exist_ok=True)
+    for file in aside.iterdir():
+        if not (checkpoint / file.name).exists():
+            file.rename(checkpoint / file.name)
+    shutil.rmtree(aside)
+    # Those of another checkpoint may be there.
+    with suppress(OSError):
+        aside.parent.rmdir()
 
 
 def _restore(aside: Path, target: Path) -> None:

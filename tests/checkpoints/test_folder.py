@@ -146,6 +146,49 @@ def test_a_checkpoint_whose_return_failed_too_is_named_and_a_resume_brings_it_ba
     assert not (tmp_path / "_replaced").exists()
 
 
+@pytest.mark.parametrize("killed_after", [1, 2, 3])
+def test_files_of_a_user_survive_a_kill_between_the_renames_of_a_checkpoint(tmp_path, monkeypatch, killed_after):
+    """A callback's files make way, the checkpoint comes, the files return: three renames, and a kill after each."""
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "metrics.json").write_text("{}")
+    (tmp_path / "checkpoint-1" / "plots").mkdir()
+    (tmp_path / "checkpoint-1" / "plots" / "loss.png").write_text("picture")
+    rename = Path.rename
+    number = iter(range(1, 100))
+
+    def killed(path, target):
+        if next(number) > killed_after:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 1)
+    monkeypatch.undo()
+
+    assert resume_path("auto", config(tmp_path)) == str(tmp_path / "checkpoint-1")
+    assert (tmp_path / "checkpoint-1" / "metrics.json").read_text() == "{}"
+    assert (tmp_path / "checkpoint-1" / "plots" / "loss.png").read_text() == "picture"
+    assert {path.name for path in tmp_path.iterdir()} <= {"checkpoint-1", INCOMING, "_lock"}
+
+
+def test_files_of_a_user_wait_for_their_checkpoint_while_others_are_written(tmp_path, failing_renames, monkeypatch):
+    """The run is killed in the save of step 1, and its continuation saves at step 2 first."""
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "metrics.json").write_text("{}")
+    failing_renames(1, 1)
+    monkeypatch.setattr("qarl_trl.checkpoints.folder._restore", lambda aside, target: None)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path, 1)
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / INCOMING)
+
+    write(tmp_path, 2)
+    target = write(tmp_path, 1)
+
+    assert (target / "metrics.json").read_text() == "{}"
+
+
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
     folder = write(tmp_path, 1)
     read_text = Path.read_text
