@@ -4,8 +4,10 @@ interrupted.
 
 Runs alternate between vLLM's engine and transformers' generation; each is killed five times and then left alone. Two
 more lose their server (`qarl-trl serve`) once, and go on with a new one; two are killed while they write the frozen
-base of their adapter, and two while they push to a Hub of this process. Master weights, optimizer state, low-bit
-tensors and the saved model must be equal bit for bit, and after each kill every checkpoint in its place must be whole.
+base of their adapter, and two while they push to a Hub of this process. The engine and its learner are in `--scheme`;
+all other runs are in W4A16, for which vLLM has no kernel on a CPU without AVX-512. Master weights, optimizer state,
+low-bit tensors and the saved model must be equal bit for bit, and after each kill every checkpoint in its place must
+be whole.
 The result file is written after every run, and a second call goes on from it.
 """
 
@@ -43,15 +45,17 @@ def after(found: dict, folder: Path) -> dict:
     return {key: found[key] for key in ("phase", "step", "resumed", "code")} | {"damaged": damaged}
 
 
-def interrupted_run(model: str, folder: Path, kind: str, index: int, expected: dict[str, str]) -> dict:
+def interrupted_run(model: str, folder: Path, kind: str, index: int, expected: dict[str, str], scheme: str) -> dict:
     """One run with its kills; `equal` says whether it ended as `expected`."""
     kills, rng, engine = [], random.Random(index), kind == "engine"
+    changes = {"quant_scheme": scheme} if engine else {}
     while len(kills) < KILLS_PER_RUN:
-        found = run(model, folder, engine, random_kill(rng, engine))
+        found = run(model, folder, engine, random_kill(rng, engine), **changes)
         if not found["killed"]:
             break
         kills.append(after(found, folder))
-    return {"run": index, "kind": kind, "equal": run(model, folder, engine)["digests"] == expected, "kills": kills}
+    ended = run(model, folder, engine, **changes)
+    return {"run": index, "kind": kind, "equal": ended["digests"] == expected, "kills": kills}
 
 
 def shared_run(model: str, folder: Path, kind: str, kill: tuple[str, int, float] | None = None) -> dict:
@@ -83,17 +87,17 @@ def run_killed_while_it_shares(model: str, folder: Path, kind: str, index: int, 
     return {"run": index, "kind": kind, "equal": found["digests"] == expected, "kills": kills}
 
 
-def run_that_loses_its_server(model: str, scratch: Path, index: int, expected: dict[str, str]) -> dict:
+def run_that_loses_its_server(model: str, scratch: Path, index: int, expected: dict[str, str], scheme: str) -> dict:
     """Its server is killed in a sync or while it samples; a new one and a resume end the run."""
     rng, kills = random.Random(index), []
-    found = served_run(model, scratch, (rng.choice(["sync", "sample"]), 2, rng.uniform(0, 0.1)))
+    found = served_run(model, scratch, scheme, (rng.choice(["sync", "sample"]), 2, rng.uniform(0, 0.1)))
     if found["killed"]:
         kills.append(after(found, scratch / "run"))
-        found = served_run(model, scratch)
+        found = served_run(model, scratch, scheme)
     return {"run": index, "kind": "server", "equal": found["digests"] == expected, "kills": kills}
 
 
-def served_run(model: str, scratch: Path, kill: tuple[str, int, float] | None = None) -> dict:
+def served_run(model: str, scratch: Path, scheme: str, kill: tuple[str, int, float] | None = None) -> dict:
     """
     A run beside a server that starts for it. Samples are seeded: the random numbers of a server are in no checkpoint.
     """
@@ -102,6 +106,7 @@ def served_run(model: str, scratch: Path, kill: tuple[str, int, float] | None = 
         "vllm_mode": "server",
         "vllm_server_base_url": f"http://127.0.0.1:{place['port']}",
         "vllm_server_timeout": 5.0,
+        "quant_scheme": scheme,
     }
     changes |= {"sync_folder": str(scratch / "syncs"), "generation_kwargs": {"seed": 0}}
     recipe = settings(scratch / "served", model_name_or_path=model, report_to="none", **changes)
@@ -114,7 +119,10 @@ def served_run(model: str, scratch: Path, kill: tuple[str, int, float] | None = 
 
 def main() -> None:
     args = common.arguments(
-        __doc__, kills=(30, 2, "kills in all, those of servers apart"), seed=(0, 0, "of the moments")
+        __doc__,
+        kills=(30, 2, "kills in all, those of servers apart"),
+        seed=(0, 0, "of the moments"),
+        scheme=("W4A16", "W4A16", "of the engine and its learner"),
     )
     file = common.result_file("faults", args.quick)
     runs = json.loads(file.read_text())["runs"] if file.exists() else []
@@ -127,19 +135,21 @@ def main() -> None:
             index = args.seed + len(runs)
             if kind not in expected:
                 if kind == "server":
-                    straight = served_run(model, scratch)
+                    straight = served_run(model, scratch, args.scheme)
                 elif kind in PHASES_OF_SHARING:
                     straight = shared_run(model, folder, kind)
+                elif kind == "engine":
+                    straight = run(model, folder, True, quant_scheme=args.scheme)
                 else:
-                    straight = run(model, folder, kind == "engine")
+                    straight = run(model, folder, False)
                 expected[kind] = straight["digests"]
                 shutil.rmtree(folder)
                 HUB.branches.clear()
             if kind == "server":
-                return run_that_loses_its_server(model, scratch, index, expected[kind])
+                return run_that_loses_its_server(model, scratch, index, expected[kind], args.scheme)
             if kind in PHASES_OF_SHARING:
                 return run_killed_while_it_shares(model, folder, kind, index, expected[kind])
-            return interrupted_run(model, folder, kind, index, expected[kind])
+            return interrupted_run(model, folder, kind, index, expected[kind], args.scheme)
 
         def number(*kinds: str) -> int:
             return sum(len(found["kills"]) for found in runs if found["kind"] in kinds)
