@@ -223,6 +223,20 @@ def test_answers_end_at_their_end_token_and_are_cut_to_the_longest(dense_model, 
     assert batch["num_items_in_batch"] == 11
 
 
+def test_what_is_not_learned_of_an_answer_is_said(dense_model, tmp_path, caplog):
+    trainer = make(dense_model, tmp_path, max_completion_length=4)
+    said = {"are cut there": "4444", "up to their first end token": "<eos>5"}
+
+    # Controls: an answer of three tokens and its end token, and those that have written their end token.
+    for short in ("444", "44<eos>", "4<eos> "):
+        trainer._answer_tokens("1+1=", short)
+    assert not any(words in caplog.text for words in said)
+
+    for words, completion in said.items():
+        trainer._answer_tokens("1+1=", completion)
+        assert words in caplog.text
+
+
 def chat_rows():
     rows = []
     for n in range(10, 18):
@@ -330,6 +344,13 @@ def test_a_resumed_run_needs_the_same_teacher_also_if_that_is_a_loaded_model(den
     another = make(dense_model, tmp_path / "b", teacher=load(dense_model), **changes)
     with pytest.raises(ValueError, match="teacher_model_name_or_path was .*teacher.* there, and is .*dense"):
         another.train(resume_from_checkpoint=str(tmp_path / "taught" / "checkpoint-1"))
+
+    # The start of a loaded model is what it was when it was given, whatever its file says.
+    start = load(dense_model)
+    start.lm_head.weight.data.mul_(2)
+    another = make(start, tmp_path / "d", **changes)
+    with pytest.raises(ValueError, match="loaded_teacher was"):
+        another.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-1"))
 
     # Control: the same one.
     resumed = make(dense_model, tmp_path / "c", teacher=load(other_model), **changes)
