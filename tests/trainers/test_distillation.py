@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -423,6 +424,30 @@ def test_the_named_teacher_of_a_loaded_quantized_start_is_loaded_as_it_is(gptq_m
     by_model.train()
 
     assert losses(by_model) == losses(by_name)
+
+
+def test_a_teacher_is_apart_from_the_student(dense_model, other_model, tmp_path):
+    """One model would be frozen or quantized in both places."""
+
+    def load(name):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+
+    student = load(dense_model)
+    with_its_head = load(other_model)
+    with_its_head.lm_head = student.lm_head
+    base = load(dense_model)
+    with_adapter = get_peft_model(base, adapter())
+    for model, teacher in ((student, student), (student, with_its_head), (with_adapter, base)):
+        with pytest.raises(ValueError, match="parts in common with the student"):
+            make(model, tmp_path / "refused", teacher=teacher)
+
+    # Controls: a copy, and an output layer and an embedding that nobody trains.
+    make(student, tmp_path / "copy", teacher=copy.deepcopy(student)).train()
+    frozen = load(dense_model)
+    teacher = load(other_model)
+    teacher.lm_head = frozen.lm_head.requires_grad_(False)
+    teacher.model.embed_tokens = frozen.model.embed_tokens.requires_grad_(False)
+    make(frozen, tmp_path / "frozen", teacher=teacher).train()
 
 
 def test_a_model_with_an_adapter_does_not_teach_itself(tiny_model, tmp_path):
