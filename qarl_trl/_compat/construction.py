@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
-from inspect import BoundArguments, Parameter, Signature
+from inspect import BoundArguments, Parameter
 from typing import Any
 from unittest.mock import patch
 
@@ -87,9 +87,7 @@ def bind_arguments(
     only_named = [name for name, parameter in signature.parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
     own = {name: value for name, value in named.items() if name in only_named}
     of_trl = {name: value for name, value in named.items() if name not in only_named}
-    # Without `self`.
-    _, *parameters = inspect.signature(trl_class(trainer_class).__init__).parameters.values()
-    return Signature(parameters).bind(*positional, **of_trl), own
+    return inspect.signature(trl_class(trainer_class)).bind(*positional, **of_trl), own
 
 
 def loads_by_name(trainer_class: type) -> bool:
