@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
+from inspect import BoundArguments, Parameter
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +25,22 @@ ENGINE_HOME = "trl.generation.vllm_generation"
 _LOADER = "create_model_from_path"
 
 
+def trl_class(trainer_class: type) -> type:
+    """
+    The nearest trainer of TRL that a class subclasses: its `__init__` is the one that runs.
+
+    Args:
+        trainer_class: A subclass of a trainer of TRL.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    for base in trainer_class.__mro__:
+        if base.__module__.startswith("trl."):
+            return base
+    raise TypeError(f"{trainer_class.__name__} must subclass a trainer of TRL.")
+
+
 def trl_module(trainer_class: type) -> str:
     """
     The module of the TRL trainer that a class subclasses: the constructor of that trainer looks names up there.
@@ -33,11 +51,43 @@ def trl_module(trainer_class: type) -> str:
     Raises:
         TypeError: if it is none.
     """
-    # The nearest class of TRL: its `__init__` is the one that runs, and a name is replaced where that code reads it.
-    for base in trainer_class.__mro__:
-        if base.__module__.startswith("trl."):
-            return base.__module__
-    raise TypeError(f"{trainer_class.__name__} must subclass a trainer of TRL.")
+    return trl_class(trainer_class).__module__
+
+
+def bind_arguments(
+    constructor: Callable[..., Any], trainer_class: type, positional: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[BoundArguments, dict[str, Any]]:
+    """
+    The arguments of a trainer by their names.
+
+    Args:
+        constructor: The one that gets them, bound: of a trainer of TRL, or of a user's subclass of one. A user's may
+            pass `*args, **kwargs` on, beside arguments of its own by name.
+        trainer_class: The class of the trainer that is made.
+        positional: The arguments by place.
+        named: The arguments by name.
+
+    Returns:
+        Those by name, and those of a user's own.
+
+    Raises:
+        TypeError: if they do not fit, or if the constructor hides which of them is the model.
+    """
+    signature = inspect.signature(constructor)
+    if "model" in signature.parameters:
+        return signature.bind(*positional, **named), {}
+
+    by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    if any(parameter.kind in by_place for parameter in signature.parameters.values()):
+        raise TypeError(
+            f"The constructor that {trainer_class.__name__} calls must have an argument `model`, or pass *args and "
+            f"**kwargs on, got {signature}."
+        )
+    # Not by name alone: `*args` has that of TRL's config.
+    only_named = [name for name, parameter in signature.parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
+    own = {name: value for name, value in named.items() if name in only_named}
+    of_trl = {name: value for name, value in named.items() if name not in only_named}
+    return inspect.signature(trl_class(trainer_class)).bind(*positional, **of_trl), own
 
 
 def loads_by_name(trainer_class: type) -> bool:

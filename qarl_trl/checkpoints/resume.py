@@ -47,6 +47,8 @@ TRAINED = "trained"
 MADE = "optimizer_began_with"
 # The entry of the reward functions among the settings. It is in no config.
 REWARDS = "reward_funcs"
+# Entries of the loaded models beside the policy, with which it is compared: digests of their weights.
+_BESIDE = ("reference", "loaded_teacher")
 # About so many numbers of each loaded weight are compared.
 _SAMPLES = 256
 # Rows of a data set that are read at once.
@@ -199,20 +201,10 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
     if "scheduler.pt" not in stored["files"] and args.deepspeed_plugin is None:
         raise ValueError(f"{checkpoint} has weights without the optimizer (save_only_model). Give it as the model.")
 
-    for name, value in identity.items():
+    for name in identity:
         # The name may differ, because a model's folder may move. The digest of its weights is compared instead.
-        if name in ("model", SETTINGS):
-            continue
-        # Earlier versions left this choice out of the adapter, also where there was one.
-        if name == "adapter" and TRAINED not in stored:
-            value = [_without_choice_of_layers(facts) for facts in value]
-        if stored.get(name, value) != value:
-            raise ValueError(
-                f"{checkpoint} is a checkpoint of another run: "
-                f"{name} was {stored[name]!r} with the model {stored['model']!r}, "
-                f"and is {value!r} with {identity['model']!r}. "
-                "Start with what it was made from, or use another output_dir."
-            )
+        if name not in ("model", SETTINGS, *_BESIDE):
+            _check_fact(name, checkpoint, stored, identity)
 
     for change in changed_settings(checkpoint, identity):
         reason = refuses(change, stored.get(WITHIN_BATCH, False), args.deepspeed_plugin is not None)
@@ -221,6 +213,25 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
                 f"{checkpoint} is a checkpoint of another run: {change.name} was {change.before!r} there, and is "
                 f"{change.now!r}. {reason} Set it back, or start a new run with the checkpoint as the model."
             )
+    # Last: the name of a teacher is a setting, and says more than its digest.
+    for name in _BESIDE:
+        if name in identity:
+            _check_fact(name, checkpoint, stored, identity)
+
+
+def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) a checkpoint whose run had another value of a fact. Earlier versions wrote fewer facts."""
+    value = identity[name]
+    # They left this choice out of the adapter, also where there was one.
+    if name == "adapter" and TRAINED not in stored:
+        value = [_without_choice_of_layers(facts) for facts in value]
+    if stored.get(name, value) != value:
+        raise ValueError(
+            f"{checkpoint} is a checkpoint of another run: "
+            f"{name} was {stored[name]!r} with the model {stored['model']!r}, "
+            f"and is {value!r} with {identity['model']!r}. "
+            "Start with what it was made from, or use another output_dir."
+        )
 
 
 def changed_settings(checkpoint: str | Path, identity: Mapping[str, Any]) -> list[Change]:
@@ -236,7 +247,11 @@ def changed_settings(checkpoint: str | Path, identity: Mapping[str, Any]) -> lis
 
 
 def identity_of(
-    model: str | nn.Module, args: Any, plan: QuantizationConfig | None, trainer_arguments: Mapping[str, Any]
+    model: str | nn.Module,
+    args: Any,
+    plan: QuantizationConfig | None,
+    trainer_arguments: Mapping[str, Any],
+    trainer: str | None = None,
 ) -> dict[str, Any]:
     """
     Collect the facts that identify a run in its manifests, before anything loads.
@@ -247,6 +262,7 @@ def identity_of(
         args: Settings of the run.
         plan: Which layers are quantized, and how; `None` without quantization.
         trainer_arguments: All arguments of the trainer by name.
+        trainer: The name of TRL's trainer, which decides the loss.
 
     Returns:
         Facts by name, as JSON stores them. Among them are the settings of the run, see [`compared_settings`].
@@ -270,8 +286,16 @@ def identity_of(
         "world_size": args.world_size,
         SETTINGS: settings,
     }
+    if trainer is not None:
+        facts["trainer"] = trainer
     if adapters and not isinstance(model, str):
         facts["loaded_base"] = _loaded_base_fact(model)
+    # No checkpoint has what the policy is compared with. A name is a setting of the run, or that of the model.
+    reference = trainer_arguments.get("ref_model")
+    facts["reference"] = _weights_of(reference) if isinstance(reference, nn.Module) else "not loaded by the script"
+    teacher = trainer_arguments.get("teacher_model")
+    if isinstance(teacher, nn.Module):
+        facts["loaded_teacher"] = _weights_of(teacher)
     return facts
 
 
@@ -298,10 +322,21 @@ def _loaded_base_fact(model: nn.Module) -> str:
 
     Their file is not enough: a script may have merged an adapter of an earlier stage into them.
     """
+    # Those of the adapters, and copies that are trained in place of a module, are in the checkpoint.
+    return _weights_of(base_model(model), without=("lora_", "modules_to_save."))
+
+
+def _weights_of(model: nn.Module, without: tuple[str, ...] = ()) -> str:
+    """
+    A digest of the weights of a loaded model.
+
+    Args:
+        model: The model.
+        without: Parts of the names of parameters that do not count.
+    """
     content = hashlib.sha256()
-    for name, parameter in base_model(model).named_parameters():
-        # Those of the adapters, and copies that are trained in place of a module, are in the checkpoint.
-        if "lora_" in name or "modules_to_save." in name:
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in without):
             continue
         values = parameter.detach().flatten()
         # A sample: any training changes it.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 from trl import DistillationTrainer
 from trl.data_utils import is_conversational
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
         ProcessorMixin,
         TrainerCallback,
     )
+
+
+logger = get_logger(__name__)
 
 
 class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
@@ -170,8 +174,20 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
 
         # A template may write a line break after the end token, which no model would sample.
         ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
+        # A text may have written its own end token, and a line break.
+        more = tokens[ends[0] : ends[-1]] if ends else []
+        if self._tokenizer.decode(more, skip_special_tokens=True).strip():
+            logger.warning_once(
+                "Answers of several turns are learned up to their first end token: what the model would be asked next "
+                "is no answer of its. Make a row of each turn, with those before it in its prompt."
+            )
         if ends:
             tokens = tokens[: ends[0] + 1]
+        if self.max_completion_length is not None and len(tokens) > self.max_completion_length:
+            logger.warning_once(
+                f"Answers of more than max_completion_length={self.max_completion_length} tokens are cut there, as "
+                "sampled ones would be: their ends are not learned. Raise it to learn them whole."
+            )
         # As long as sampled completions may be, for which the memory was planned.
         return tokens[: self.max_completion_length]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,11 +13,11 @@ import torch
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from trl.distributed import DistributedBackend
 
 from .. import guards
-from .._compat.construction import construction, loads_by_name, streams_its_weights, trl_module
+from .._compat.construction import bind_arguments, construction, loads_by_name, streams_its_weights, trl_class
 from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
 from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
 from .._compat.training_loop import add_first_callback
@@ -42,7 +41,7 @@ from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head, check_run
 from .engine import build_engine
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
-from .settings import LowBitConfig
+from .settings import LowBitConfig, check_order
 
 
 logger = get_logger(__name__)
@@ -74,11 +73,16 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     _plan: QuantizationConfig | None  # which layers are quantized, and how
     _weight_flips: WeightFlips  # compares the low-bit weights of two syncs
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Python would take the trainer's methods in place of these: a run in high precision, without a word.
+        check_order(cls, LowBitMixin, Trainer)
+
     def __init__(self, *positional: Any, **named: Any) -> None:
         check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
-        trl_module(type(self))  # refuses a class without a trainer of TRL
+        of_trl = trl_class(type(self)).__name__  # refuses a class without a trainer of TRL
         # TRL's trainers have their arguments in different places: `model` and `args` are found by their names.
-        bound = inspect.signature(super().__init__).bind(*positional, **named)
+        bound, of_user = bind_arguments(super().__init__, type(self), positional, named)
         arguments = bound.arguments
         model: Any = arguments["model"]
         args: Any = arguments.get("args")
@@ -96,7 +100,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._source = source
         self._plan = args.quant_plan(None if source is None else source.plan())
         # The digest of a model reads files: once, not once in each process.
-        self._identity = guards.on_first(args, lambda: identity_of(model, args, self._plan, arguments))
+        self._identity = guards.on_first(args, lambda: identity_of(model, args, self._plan, arguments, of_trl))
         if args.resume_from_checkpoint:  # also a checkpoint of another run
             resume_path(args.resume_from_checkpoint, args, self._identity)
 
@@ -106,7 +110,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         with construction(type(self), partial(self._build_engine, args), self._loader(args)):
-            super().__init__(*bound.args, **bound.kwargs)
+            super().__init__(*bound.args, **bound.kwargs, **of_user)
 
         if args.has_engine:
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
@@ -304,11 +308,17 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
     def _log_value(self, name: str, value: float) -> None:
         """Log a value with TRL's metrics of the current step."""
-        self._metrics[self._mode][name].append(value)
+        self._log_in(self._mode, name, value)
 
     def _log_with_training(self, name: str, value: float) -> None:
         """Log a value with the next training step, also if a script asked for the sync before or between steps."""
-        self._metrics["train"][name].append(value)
+        self._log_in("train", name, value)
+
+    def _log_in(self, mode: str, name: str, value: float) -> None:
+        """Log a value with TRL's metrics, if the trainer has them: those of CPO and online DPO (TRL 1.16) do not."""
+        metrics = getattr(self, "_metrics", None)
+        if metrics is not None:
+            metrics[mode][name].append(value)
 
 
 def _anchor_folders(args: Any) -> None:

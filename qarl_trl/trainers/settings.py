@@ -155,6 +155,8 @@ class LowBitConfig:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # Otherwise none of its checks would run.
+        check_order(cls, LowBitConfig, TrainingArguments)
         # For each subclass, because its list must join those of all its bases.
         add_json_fields(cls, "vllm_engine_kwargs")
 
@@ -316,6 +318,26 @@ class LowBitConfig:
 def _is_secret(field: str) -> bool:
     """Whether a field holds a token that gives access to something."""
     return field.endswith("_token") and field not in TOKENS_OF_TEXT
+
+
+def check_order(cls: type, half: type, other: type) -> None:
+    """
+    Refuse (`TypeError`) a class in which methods of transformers or TRL would run in place of the low-bit half's.
+
+    Args:
+        cls: A class that is just defined.
+        half: `LowBitMixin` or `LowBitConfig`.
+        other: The class of transformers that the other half subclasses.
+    """
+    order = cls.__mro__
+    for base in order[: order.index(half)]:
+        # A user's class may come first, if what it subclasses comes after the low-bit half.
+        is_of_library = base.__module__.partition(".")[0] in ("trl", "transformers")
+        if is_of_library and issubclass(base, other):
+            raise TypeError(
+                f"{cls.__name__} must have {half.__name__} before {base.__name__}, whose methods would run in place "
+                f"of its own: class {cls.__name__}({half.__name__}, {base.__name__})."
+            )
 
 
 def check_choices(args: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from .._compat.versions import check_versions
+from .layers import OTHER_HEADS
 from .types import RunSettings
 
 
@@ -61,6 +62,9 @@ def check_tied(model: Any, adapter: Any) -> None:
         ValueError: with the names of the module and of its twin, or for a name that no module has.
     """
     for name in adapter.modules_to_save or ():
+        # A reward model gets its head when it loads, and `model` is what its config names.
+        if name in OTHER_HEADS:
+            continue
         # peft takes it in silence.
         if not any(module.endswith(name) for module, _ in model.named_modules()):
             raise ValueError(f"modules_to_save: the model has no module {name!r}.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..quant.source import QuantizedSource
 from .types import RunSettings, TrainerArguments
@@ -29,8 +29,8 @@ def check_teacher(
         trainer_arguments: All arguments of the trainer by name.
 
     Raises:
-        ValueError: if the teacher is not found, the vocabularies differ, or a quantized checkpoint would be its own
-            teacher.
+        ValueError: if the teacher is not found or is a part of the student, the vocabularies differ, or a quantized
+            checkpoint would be its own teacher.
     """
     if not hasattr(args, "teacher_model_name_or_path"):
         return
@@ -47,6 +47,26 @@ def check_teacher(
         return
 
     check_same_vocabulary(_config_of(teacher, args), config)
+    if isinstance(teacher, nn.Module) and isinstance(model, nn.Module):
+        _check_apart(teacher, model)
+
+
+def _check_apart(teacher: nn.Module, student: nn.Module) -> None:
+    """Refuse (`ValueError`) a teacher that has trained weights or layers of the student: both would be one model."""
+    parts = {id(module) for module in student.modules() if isinstance(module, nn.Linear)}
+    trained = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
+    # A student may share what stays as it is, such as a frozen embedding or output layer.
+    if isinstance(student, PreTrainedModel):
+        parts.discard(id(student.get_output_embeddings()))
+
+    shared = [name for name, module in teacher.named_modules() if id(module) in parts]
+    shared += [name for name, parameter in teacher.named_parameters() if id(parameter) in trained]
+    if shared:
+        raise ValueError(
+            f"teacher_model has {shared[0]!r} and {len(shared) - 1} more parts in common with the student, which "
+            "would be frozen or quantized in both. Leave teacher_model out, so that the student's start teaches, or "
+            "give a copy: copy.deepcopy(model)."
+        )
 
 
 def teacher_to_load(args: RunSettings, trainer_arguments: TrainerArguments) -> PretrainedConfig | None:

@@ -55,7 +55,9 @@ def check_teacher_tokenizer(name: str, args: RunSettings, trainer_arguments: Tra
 def _vocabulary_of(name: str, args: RunSettings) -> dict[str, int]:
     """The tokens of a model with their numbers; empty if it has no tokenizer."""
     loading: Any = args
-    revision = (loading.teacher_model_init_kwargs or {}).get("revision") or loading.teacher_model_revision
+    of_loading = (loading.teacher_model_init_kwargs or {}).get("revision")
+    # GKD (TRL 1.16) has no such field.
+    revision = of_loading or getattr(loading, "teacher_model_revision", None)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     # A tokenizer may need a package that only the teacher's text would need.

@@ -235,6 +235,61 @@ def test_another_reward_is_another_run(tmp_path, args):
     assert resume_path("true", args, identity(reward_of_two)) == str(older)
 
 
+def test_another_trainer_is_another_run(tmp_path, args):
+    """RLOO reads the data, the rewards and the settings of GRPO."""
+
+    def identity(trainer):
+        return identity_of("a", args, None, {}, trainer)
+
+    folder = write(tmp_path, 1, **identity("GRPOTrainer"))
+
+    with pytest.raises(ValueError, match="another run: trainer was 'GRPOTrainer' .*, and is 'RLOOTrainer'"):
+        resume_path("true", args, identity("RLOOTrainer"))
+
+    # Controls: the same one, and a checkpoint of an earlier version, which named none.
+    assert resume_path("true", args, identity("GRPOTrainer")) == str(folder)
+    facts = identity("GRPOTrainer")
+    del facts["trainer"]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity("RLOOTrainer")) == str(older)
+
+
+@pytest.mark.parametrize(("role", "fact"), [("ref_model", "reference"), ("teacher_model", "loaded_teacher")])
+def test_a_loaded_model_beside_the_policy_has_the_same_weights(tmp_path, args, role, fact):
+    def identity(seed, dtype=torch.float32):
+        torch.manual_seed(seed)
+        return json.loads(json.dumps(identity_of("a", args, None, {role: nn.Linear(4, 4).to(dtype)})))
+
+    folder = write(tmp_path, 1, **identity(0))
+
+    with pytest.raises(ValueError, match=f"another run: {fact} was"):
+        resume_path("true", args, identity(1))
+    # Rounded to another dtype it is another model.
+    with pytest.raises(ValueError, match=f"another run: {fact} was"):
+        resume_path("true", args, identity(0, torch.bfloat16))
+
+    # Controls: the same weights, and a checkpoint of an earlier version.
+    assert resume_path("true", args, identity(0)) == str(folder)
+    facts = identity(0)
+    del facts[fact]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity(1)) == str(older)
+
+
+def test_a_reference_that_a_script_forgets_to_load_is_another_run(tmp_path, args):
+    """TRL would take the start of the run."""
+    loaded = identity_of("a", args, None, {"ref_model": nn.Linear(4, 4)})
+    write(tmp_path, 1, **loaded)
+
+    for named in ({}, {"ref_model": None}):
+        with pytest.raises(ValueError, match="another run: reference was .*, and is 'not loaded by the script'"):
+            resume_path("true", args, identity_of("a", args, None, named))
+
+    # Control: a run that never had one.
+    other = write(tmp_path, 2, **identity_of("a", args, None, {}))
+    assert resume_path("true", args, identity_of("a", args, None, {"ref_model": None})) == str(other)
+
+
 def test_the_folder_of_a_reward_model_may_move(tmp_path, args):
     places = [tmp_path / "here" / "judge", tmp_path / "there" / "judge"]
     for place in places:

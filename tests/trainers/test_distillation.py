@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -223,6 +224,20 @@ def test_answers_end_at_their_end_token_and_are_cut_to_the_longest(dense_model, 
     assert batch["num_items_in_batch"] == 11
 
 
+def test_what_is_not_learned_of_an_answer_is_said(dense_model, tmp_path, caplog):
+    trainer = make(dense_model, tmp_path, max_completion_length=4)
+    said = {"are cut there": "4444", "up to their first end token": "<eos>5"}
+
+    # Controls: an answer of three tokens and its end token, and those that have written their end token.
+    for short in ("444", "44<eos>", "4<eos> "):
+        trainer._answer_tokens("1+1=", short)
+    assert not any(words in caplog.text for words in said)
+
+    for words, completion in said.items():
+        trainer._answer_tokens("1+1=", completion)
+        assert words in caplog.text
+
+
 def chat_rows():
     rows = []
     for n in range(10, 18):
@@ -331,6 +346,13 @@ def test_a_resumed_run_needs_the_same_teacher_also_if_that_is_a_loaded_model(den
     with pytest.raises(ValueError, match="teacher_model_name_or_path was .*teacher.* there, and is .*dense"):
         another.train(resume_from_checkpoint=str(tmp_path / "taught" / "checkpoint-1"))
 
+    # The start of a loaded model is what it was when it was given, whatever its file says.
+    start = load(dense_model)
+    start.lm_head.weight.data.mul_(2)
+    another = make(start, tmp_path / "d", **changes)
+    with pytest.raises(ValueError, match="loaded_teacher was"):
+        another.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-1"))
+
     # Control: the same one.
     resumed = make(dense_model, tmp_path / "c", teacher=load(other_model), **changes)
     resumed.train(resume_from_checkpoint=str(tmp_path / "taught" / "checkpoint-1"))
@@ -402,6 +424,30 @@ def test_the_named_teacher_of_a_loaded_quantized_start_is_loaded_as_it_is(gptq_m
     by_model.train()
 
     assert losses(by_model) == losses(by_name)
+
+
+def test_a_teacher_is_apart_from_the_student(dense_model, other_model, tmp_path):
+    """One model would be frozen or quantized in both places."""
+
+    def load(name):
+        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+
+    student = load(dense_model)
+    with_its_head = load(other_model)
+    with_its_head.lm_head = student.lm_head
+    base = load(dense_model)
+    with_adapter = get_peft_model(base, adapter())
+    for model, teacher in ((student, student), (student, with_its_head), (with_adapter, base)):
+        with pytest.raises(ValueError, match="parts in common with the student"):
+            make(model, tmp_path / "refused", teacher=teacher)
+
+    # Controls: a copy, and an output layer and an embedding that nobody trains.
+    make(student, tmp_path / "copy", teacher=copy.deepcopy(student)).train()
+    frozen = load(dense_model)
+    teacher = load(other_model)
+    teacher.lm_head = frozen.lm_head.requires_grad_(False)
+    teacher.model.embed_tokens = frozen.model.embed_tokens.requires_grad_(False)
+    make(frozen, tmp_path / "frozen", teacher=teacher).train()
 
 
 def test_a_model_with_an_adapter_does_not_teach_itself(tiny_model, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from slow.toys import distinct_characters, prompts, save_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -22,6 +23,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.experimental.cpo import CPOConfig, CPOTrainer
 
 from qarl_trl import (
     LowBitConfig,
@@ -43,6 +45,15 @@ class LowBitDPOConfig(LowBitConfig, DPOConfig):
 
 
 class LowBitDPOTrainer(LowBitMixin, DPOTrainer):
+    pass
+
+
+@dataclass
+class LowBitCPOConfig(LowBitConfig, CPOConfig):
+    pass
+
+
+class LowBitCPOTrainer(LowBitMixin, CPOTrainer):
     pass
 
 
@@ -165,6 +176,83 @@ def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, name):
     assert same_weights(resumed, first)
 
 
+class PassesOn(DPOTrainer):
+    """A user's trainer, with an argument of its own."""
+
+    def __init__(self, *args, note="", **kwargs):
+        self.note = note
+        super().__init__(*args, **kwargs)
+
+
+class LowBitPassesOn(LowBitMixin, PassesOn):
+    pass
+
+
+class HasItFirst(DPOTrainer):
+    def __init__(self, note, *args, **kwargs):
+        self.note = note
+        super().__init__(*args, **kwargs)
+
+
+class LowBitHasItFirst(LowBitMixin, HasItFirst):
+    pass
+
+
+def test_a_constructor_of_a_user_may_pass_its_arguments_on(model, tmp_path):
+    data = data_of("dpo", model)
+    args = LowBitDPOConfig(**settings_of("dpo", tmp_path / "mine"))
+    by_name = LowBitPassesOn(model=model, args=args, note="mine", **data)
+    by_name.train()
+    by_place = LowBitPassesOn(model, None, args, **data)
+    by_place.train()
+    plain = make("dpo", model, tmp_path / "plain")
+    plain.train()
+
+    assert by_name.note == "mine"
+    assert by_place.note == ""
+    assert same_weights(by_name, plain)
+    assert same_weights(by_place, plain)
+    with pytest.raises(TypeError, match="must have an argument `model`, or pass .args and .*kwargs on, got .note"):
+        LowBitHasItFirst("mine", model, args=args, **data)
+
+
+def test_a_trainer_without_trls_log_of_metrics_trains(model, tmp_path):
+    """TRL's experimental CPO, of a model that is loaded."""
+    args = LowBitCPOConfig(**settings_of("cpo", tmp_path, max_length=64))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trainer = LowBitCPOTrainer(loaded, args, processing_class=tokenizer, **data_of("dpo", model))
+
+    trainer.train()
+
+    assert len(losses(trainer)) == 3
+    assert trainer.low_bit_store.bypassed_layers() == []
+
+
+def test_a_resumed_run_has_the_same_reference(model, tmp_path):
+    """It is in no checkpoint, and a script loads it itself."""
+
+    def with_reference(folder, seed, **changes):
+        args = LowBitDPOConfig(**settings_of("dpo", folder, **changes))
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        torch.manual_seed(seed)
+        loaded.lm_head.weight.data.normal_()
+        return LowBitDPOTrainer(model, loaded, args, **data_of("dpo", model))
+
+    straight = with_reference(tmp_path / "run", 1, save_strategy="steps", save_steps=1)
+    straight.train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+
+    for other in (with_reference(tmp_path / "other", 2), make("dpo", model, tmp_path / "none")):
+        with pytest.raises(ValueError, match="reference was"):
+            other.train(resume_from_checkpoint=checkpoint)
+
+    # Control.
+    resumed = with_reference(tmp_path / "same", 1)
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert same_weights(resumed, straight)
+
+
 def test_a_config_without_the_low_bit_half_is_refused(model, tmp_path):
     args = SFTConfig(**settings_of("sft", tmp_path))
     with pytest.raises(TypeError, match="must be a config with LowBitConfig"):
@@ -182,6 +270,34 @@ def test_a_mixin_without_a_trainer_of_trl_is_refused():
 
     with pytest.raises(TypeError, match="Mine must subclass a trainer of TRL"):
         Mine(model="no/such-model")
+
+
+@pytest.mark.parametrize(
+    ("half", "other"), [(LowBitMixin, DPOTrainer), (LowBitConfig, DPOConfig)], ids=["trainer", "config"]
+)
+def test_the_low_bit_half_after_that_of_trl_is_refused(half, other):
+    """Python would take TRL's methods: a trainer would train and save in high precision, a config check nothing."""
+    words = f"must have {half.__name__} before {other.__name__}"
+    with pytest.raises(TypeError, match=words):
+        type("Mine", (other, half), {})
+
+    class OfUser(other):
+        """A user's class, whose methods call those of the next class."""
+
+    with pytest.raises(TypeError, match=words):
+        type("Mine", (OfUser, half), {})
+
+    # Controls: a user's class before a whole low-bit class or before both halves, and a half of a user's own.
+    class Whole(half, other):
+        pass
+
+    class Own(half):
+        pass
+
+    for bases in ((OfUser, Whole), (half, OfUser), (Own, other), (Whole,)):
+        mine = type("Mine", bases, {})
+        order = mine.__mro__
+        assert order.index(half) < order.index(other)
 
 
 def test_a_trainer_that_streams_master_weights_to_its_server_is_refused(model, tmp_path):

@@ -4,15 +4,15 @@ import math
 
 import pytest
 from slow.toys import distinct_characters, prompts
+from toy_runs import make as make_qarl
 
 from qarl_trl import LowBitRLOOConfig, LowBitRLOOTrainer
 from trainers.runs import losses, settings
 
 
-def make(model, folder, reward):
-    args = LowBitRLOOConfig(
-        **settings(folder, max_completion_length=8, num_generations=2, steps_per_generation=1, beta=0.0, max_steps=1)
-    )
+def make(model, folder, reward, **changes):
+    values = {"max_completion_length": 8, "num_generations": 2, "steps_per_generation": 1, "beta": 0.0, "max_steps": 1}
+    args = LowBitRLOOConfig(**settings(folder, **values | changes))
     return LowBitRLOOTrainer(model, reward, args, train_dataset=prompts())
 
 
@@ -52,6 +52,17 @@ def test_rewards_are_those_of_trl(dense_model, tmp_path):
     assert rewards.flatten().tolist() == [1, 2, 2, 3]
     trainer.train()
     assert len(losses(trainer)) == 1
+
+
+def test_a_checkpoint_of_grpo_is_not_resumed(dense_model, tmp_path):
+    """It reads the same data, and all settings that RLOO has may be equal."""
+    saving = {"save_strategy": "steps", "save_steps": 1}
+    grpo = make_qarl(dense_model, tmp_path / "run", **settings(tmp_path / "run", max_steps=1, **saving))
+    grpo.train()
+
+    rloo = make(dense_model, tmp_path / "run", distinct_characters, num_generations=4, max_steps=2, **saving)
+    with pytest.raises(ValueError, match="trainer was 'GRPOTrainer'"):
+        rloo.train(resume_from_checkpoint="auto")
 
 
 @pytest.mark.parametrize(
