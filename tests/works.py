@@ -69,6 +69,7 @@ SECTIONS: dict[str, list[Row]] = {
             "test_it_trains_on_low_bit_weights_and_saves_what_the_forward_used",
         ),
         Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
+        Row("`torch_compile` in SFT", REFUSED, "test_settings_that_cannot_run_are_refused", "TorchDynamo fails there"),
         Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),
         Row(
             "packing of LFM2, Falcon-H1 and other models that do not only attend",

@@ -72,11 +72,17 @@ class CheckpointMixin(ModelMixin):
             ValueError: if another run uses this `output_dir` or has its checkpoints there, if the checkpoint cannot
                 be resumed, or if only the settings name one.
             NoUpdateError: if the run ended without an update.
-            RuntimeError: under DeepSpeed for a second call or a call after `evaluate`.
+            RuntimeError: under DeepSpeed for a second call or a call after `evaluate`; with quantization if the model
+                has no low-bit layers.
         """
         # transformers would use the DeepSpeed engine of the earlier call, which it has destroyed.
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError("With DeepSpeed a trainer trains once, before any evaluate(). Resume in a new trainer.")
+        if self.args.quantized and self.low_bit_store is None:
+            raise RuntimeError(
+                "trainer.model has no low-bit layers, so it would train in high precision: a script replaced it, or "
+                "removed its quantization. Make a new trainer with that model."
+            )
 
         with ExitStack() as stack:
             if resume_from_checkpoint is None and not self._owns_checkpoints:

@@ -26,6 +26,12 @@ class LowBitSFTConfig(LowBitConfig, SFTConfig):
                 f"padding_free without packing does not cut rows to max_length={self.max_length}. Set packing: true, "
                 "or max_length: null."
             )
+        # RecursionError in torch 2.13, at the first step. TRL's own trainer runs.
+        if self.torch_compile and self.quantized:
+            raise ValueError(
+                "torch_compile must be False in low bits (torch_compile_backend and torch_compile_mode set it, too): "
+                "TorchDynamo does not get through the forward of SFT on low-bit layers."
+            )
 
 
 @dataclass

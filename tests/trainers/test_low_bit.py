@@ -36,6 +36,7 @@ from qarl_trl import (
     LowBitSFTTrainer,
 )
 from qarl_trl._compat.construction import streams_its_weights
+from qarl_trl.quant.convert import remove_quantization
 from trainers.runs import assert_saved, losses, moved, same_weights, settings, weights
 
 
@@ -251,6 +252,21 @@ def test_a_resumed_run_has_the_same_reference(model, tmp_path):
     resumed = with_reference(tmp_path / "same", 1)
     resumed.train(resume_from_checkpoint=checkpoint)
     assert same_weights(resumed, straight)
+
+
+def test_a_model_that_replaces_the_trainers_does_not_train_in_high_precision(model, tmp_path):
+    trainer = make("sft", model, tmp_path)
+    trainer.train()  # control
+    low_bit = trainer.model
+
+    trainer.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="no low-bit layers, so it would train in high precision"):
+        trainer.train()
+
+    # The other way to lose them.
+    trainer.model = remove_quantization(low_bit)
+    with pytest.raises(RuntimeError, match="no low-bit layers, so it would train in high precision"):
+        trainer.train()
 
 
 def test_a_config_without_the_low_bit_half_is_refused(model, tmp_path):

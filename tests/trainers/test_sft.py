@@ -227,11 +227,16 @@ def test_messages_without_a_chat_template_are_refused_before_a_model_loads(dense
         ({"padding_free": True}, "padding_free without packing does not cut rows to max_length=1024"),
         ({"activation_offloading": True}, "activation_offloading needs a GPU"),
         ({"use_liger_kernel": True}, "use_liger_kernel must be False"),
+        ({"torch_compile": True}, "torch_compile must be False in low bits"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(tmp_path, changes, words):
     with pytest.raises(ValueError, match=words):
         LowBitSFTConfig(**settings(tmp_path, **changes))
+
+
+def test_torch_compile_is_trls_without_quantization(tmp_path):
+    assert LowBitSFTConfig(**settings(tmp_path, torch_compile=True, quant_scheme="none")).torch_compile
 
 
 # Resuming -----------------------------------------------------------------------------------------------------------
