@@ -33,9 +33,12 @@ COMPARED = (
     ("both by GPTQ, TBPO", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "gptq")),
     ("QaRL GRPO rounded less bf16 GRPO rounded", ("bf16 GRPO", "rounded"), ("QaRL GRPO", "rounded")),
     ("QaRL GRPO rounded less bf16 GRPO by GPTQ", ("bf16 GRPO", "gptq"), ("QaRL GRPO", "rounded")),
+    # Added when two seeds were run: the row of the real model that decides what to deploy.
+    ("QaRL GRPO rounded less rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL GRPO", "rounded")),
+    ("QaRL TBPO rounded less rollout-only TBPO by GPTQ", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "rounded")),
     ("QaRL TBPO less GSPO", ("QaRL GSPO", "rounded"), ("QaRL TBPO", "rounded")),
 )
-# Of the users' table.
+# Of the users' tables.
 SHOWN_ARMS = ("bf16 GRPO", "rollout-only GRPO", "QaRL GRPO", "rollout-only TBPO", "QaRL TBPO")
 NOT_RUN = "not run"
 # The paper's figures: Table 1 (math average, Qwen3-8B-Base); Table 3 (MATH-500, AIME 2025, AMC); Fig. 8 prints no
@@ -111,14 +114,27 @@ def accuracies(cells: list[Cell], form: str) -> str:
 
 
 def users_table() -> str:
-    """Accuracy of the main arms, a figure for each seed."""
+    """Accuracy of the main arms, over seeds."""
     header = ["regime", "start in 4 bits", *SHOWN_ARMS]
     rows = []
-    for regime in (*SHOWN_REGIMES, *LONG_REGIMES):
+    for regime in SHOWN_REGIMES:
         row = [regime, f"{100 * starts_of(regime)['quantized']:.0f}"]
-        row += [accuracies(read(regime, arm), "{:.0f}") for arm in SHOWN_ARMS]
+        for arm in SHOWN_ARMS:
+            row.append(spread(read(regime, arm), lambda c: 100 * c["accuracy_after"], "{:.0f}"))
         rows.append(row)
     return markdown(header, rows)
+
+
+def users_long_table(regime: str) -> str:
+    """Accuracy of the arms of a long regime by how their weights are deployed."""
+    rows = []
+    for arm in arms_of(regime):
+        cells = read(regime, arm)
+        shown = [arm]
+        for name in ("as it is", "rounded", "gptq"):
+            shown.append(spread(cells, lambda c, name=name: percent(c["scores"][name]), "{:.0f}"))
+        rows.append(shown)
+    return markdown(["trained by", "unquantized", "rounded", "GPTQ"], rows)
 
 
 def starts_of(regime: str) -> dict[str, float]:
@@ -252,6 +268,7 @@ def tables() -> dict[str, str]:
     made |= {f"{regime}, pairs": long_differences(regime) for regime in LONG_REGIMES}
     made["alignment"] = level_table()
     made["toy"] = users_table()
+    made["toy, long"] = users_long_table("long")
     return {f"<!-- table: {name} -->\n": text for name, text in made.items()}
 
 
