@@ -83,7 +83,7 @@ def bind_arguments(
         of_trl = list(inspect.signature(trl_class(trainer_class)).parameters)
         places = of_trl if of_trl[: len(places)] == places else []
 
-    arguments = dict(zip(places, positional, strict=False)) | named
+    arguments = {**dict(zip(places, positional, strict=False)), **named}
     if "model" not in arguments:
         raise TypeError(
             f"The constructor that {trainer_class.__name__} calls must have an argument `model`, or pass *args and "
