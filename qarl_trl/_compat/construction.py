@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib import import_module
-from inspect import BoundArguments, Parameter
+from inspect import Parameter
 from typing import Any
 from unittest.mock import patch
 
@@ -56,38 +56,40 @@ def trl_module(trainer_class: type) -> str:
 
 def bind_arguments(
     constructor: Callable[..., Any], trainer_class: type, positional: tuple[Any, ...], named: Mapping[str, Any]
-) -> tuple[BoundArguments, dict[str, Any]]:
+) -> dict[str, Any]:
     """
     The arguments of a trainer by their names.
 
     Args:
         constructor: The one that gets them, bound: of a trainer of TRL, or of a user's subclass of one. A user's may
-            pass `*args, **kwargs` on, beside arguments of its own by name.
+            pass `*args` and `**kwargs` on, beside arguments of its own.
         trainer_class: The class of the trainer that is made.
         positional: The arguments by place.
         named: The arguments by name.
 
     Returns:
-        Those by name, and those of a user's own.
+        First those by place, in their order. A user's own are among them.
 
     Raises:
         TypeError: if they do not fit, or if the constructor hides which of them is the model.
     """
     signature = inspect.signature(constructor)
-    if "model" in signature.parameters:
-        return signature.bind(*positional, **named), {}
+    signature.bind(*positional, **named)
 
     by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    if any(parameter.kind in by_place for parameter in signature.parameters.values()):
+    places = [parameter.name for parameter in signature.parameters.values() if parameter.kind in by_place]
+    if len(positional) > len(places):
+        # The others are passed on by `*args`.
+        of_trl = list(inspect.signature(trl_class(trainer_class)).parameters)
+        places = of_trl if of_trl[: len(places)] == places else []
+
+    arguments = {**dict(zip(places, positional, strict=False)), **named}
+    if "model" not in arguments:
         raise TypeError(
             f"The constructor that {trainer_class.__name__} calls must have an argument `model`, or pass *args and "
-            f"**kwargs on, got {signature}."
+            f"**kwargs on, got {signature}. Give the model and what follows by name: model=..., args=..."
         )
-    # Not by name alone: `*args` has that of TRL's config.
-    only_named = [name for name, parameter in signature.parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY]
-    own = {name: value for name, value in named.items() if name in only_named}
-    of_trl = {name: value for name, value in named.items() if name not in only_named}
-    return inspect.signature(trl_class(trainer_class)).bind(*positional, **of_trl), own
+    return arguments
 
 
 def loads_by_name(trainer_class: type) -> bool:

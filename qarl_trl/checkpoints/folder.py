@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from contextlib import suppress
@@ -21,6 +22,9 @@ REPLACED = "_replaced"
 # Folder of files that a user, such as a callback, had put into `checkpoint-N` before the checkpoint came.
 OF_USER = "_files_of_user"
 
+# Only the first process is here, perhaps without accelerate.
+logger = logging.getLogger(__name__)
+
 
 def commit(folder: Path, target: Path, **facts: Any) -> None:
     """
@@ -28,8 +32,8 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
 
     Args:
         folder: The folder that was written. Its parent is deleted later.
-        target: Where the checkpoint belongs. This replaces a checkpoint that is already there. Files of a folder that
-            is none stay in it.
+        target: Where the checkpoint belongs. This replaces a checkpoint that is already there. Files that are of none
+            stay in it.
         facts: Further entries of the manifest, which also has the size of each file and a number that grows from
             checkpoint to checkpoint.
 
@@ -59,7 +63,8 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         if aside.exists():
             _restore(aside, target)
         raise
-    return_files_of_user(target)
+    _try_to_return(target)
+    _keep_files_of_user(target.parent / REPLACED / target.name, target)
     # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
     shutil.rmtree(target.parent / REPLACED, ignore_errors=True)
@@ -72,25 +77,66 @@ def _is_of_user(folder: Path) -> bool:
     return folder.exists() and not any((folder / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
 
 
+def _try_to_return(checkpoint: Path) -> None:
+    """Return a user's files, as [`return_files_of_user`]; an error is only said, as the checkpoint is whole."""
+    try:
+        return_files_of_user(checkpoint)
+    except OSError as error:
+        logger.warning(
+            "Files that were in %s before it was saved could not be moved back into it (%s): they are in %s, and a "
+            "resume tries again.",
+            checkpoint,
+            error,
+            checkpoint.parent / OF_USER / checkpoint.name,
+        )
+
+
 def return_files_of_user(checkpoint: Path) -> None:
     """
     Move the files that made way for a checkpoint into it, or back to its place if it did not come.
 
     Args:
         checkpoint: The place of the checkpoint. Files of the checkpoint win over those of a user with the same name.
+
+    Raises:
+        OSError: if the disk fails. What was not moved is still there.
     """
     aside = checkpoint.parent / OF_USER / checkpoint.name
     if not aside.exists():
         return
 
-    checkpoint.mkdir(exist_ok=True)
-    for file in aside.iterdir():
-        if not (checkpoint / file.name).exists():
-            file.rename(checkpoint / file.name)
-    shutil.rmtree(aside)
+    _move_files(aside, checkpoint)
+    shutil.rmtree(aside, ignore_errors=True)
     # Those of another checkpoint may be there.
     with suppress(OSError):
         aside.parent.rmdir()
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Move what a folder has and another one lacks, also in sub-folders that both have."""
+    target.mkdir(exist_ok=True)
+    for path in list(source.iterdir()):
+        place = target / path.name
+        if not place.exists():
+            path.rename(place)
+        elif path.is_dir() and place.is_dir():
+            _move_files(path, place)
+
+
+def _keep_files_of_user(replaced: Path, checkpoint: Path) -> None:
+    """Move what somebody had put into a checkpoint to the one that replaces it: what its manifest does not list."""
+    # Of a damaged one nothing tells what is a user's.
+    try:
+        listed = {MANIFEST, *read_manifest(replaced)["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+
+    for path in list(replaced.rglob("*")):
+        name = path.relative_to(replaced)
+        place = checkpoint / name
+        if path.is_file() and str(name) not in listed and path.name != CARD and not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(place)
 
 
 def _restore(aside: Path, target: Path) -> None:

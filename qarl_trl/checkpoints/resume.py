@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
@@ -292,10 +293,10 @@ def identity_of(
         facts["loaded_base"] = _loaded_base_fact(model)
     # No checkpoint has what the policy is compared with. A name is a setting of the run, or that of the model.
     reference = trainer_arguments.get("ref_model")
-    facts["reference"] = _weights_of(reference) if isinstance(reference, nn.Module) else "not loaded by the script"
+    facts["reference"] = _weights_beside(reference) if isinstance(reference, nn.Module) else "not loaded by the script"
     teacher = trainer_arguments.get("teacher_model")
     if isinstance(teacher, nn.Module):
-        facts["loaded_teacher"] = _weights_of(teacher)
+        facts["loaded_teacher"] = _weights_beside(teacher)
     return facts
 
 
@@ -338,11 +339,43 @@ def _weights_of(model: nn.Module, without: tuple[str, ...] = ()) -> str:
     for name, parameter in model.named_parameters():
         if any(part in name for part in without):
             continue
-        values = parameter.detach().flatten()
-        # A sample: any training changes it.
-        sample = values[:: max(1, len(values) // _SAMPLES)].float().cpu()
-        content.update(sample.numpy().tobytes())
+        for tensor in _plain_tensors(parameter.detach()):
+            content.update(_sample(tensor))
     return content.hexdigest()[:16]
+
+
+def _weights_beside(model: nn.Module) -> str:
+    """A digest of a loaded model beside the policy. Quantized by GPTQ or AWQ, its weights are buffers."""
+    content = _weights_of(model)
+    buffers = dict(model.named_buffers())
+    # Others are computed, such as the angles of positions.
+    stored = [tensor for name, tensor in model.state_dict().items() if name in buffers]
+    if not stored:
+        return content
+    return hashlib.sha256(content.encode() + b"".join(map(_sample, stored))).hexdigest()[:16]
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor is made of: of a shard this process's part, of a tensor of torchao numbers and scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts: list[torch.Tensor] = []
+    for part in [getattr(tensor, name) for name in names]:
+        # A shard also has its mesh.
+        if isinstance(part, torch.Tensor):
+            parts.extend(_plain_tensors(part))
+    return parts
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Some numbers of a tensor: any training changes them."""
+    # accelerate keeps it on the disk, or in a place of its own in the CPU's memory (`device_map`).
+    if tensor.is_meta:
+        return repr(tuple(tensor.shape)).encode()
+    values = tensor.flatten()
+    sample = values[:: max(1, len(values) // _SAMPLES)].float().cpu()
+    return sample.numpy().tobytes()
 
 
 def _tokenizer_fact(processing_class: Any) -> str:

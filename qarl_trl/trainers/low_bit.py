@@ -82,8 +82,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         check_versions("trl", "compressed-tensors", "vllm")  # peft only with an adapter
         of_trl = trl_class(type(self)).__name__  # refuses a class without a trainer of TRL
         # TRL's trainers have their arguments in different places: `model` and `args` are found by their names.
-        bound, of_user = bind_arguments(super().__init__, type(self), positional, named)
-        arguments = bound.arguments
+        arguments = bind_arguments(super().__init__, type(self), positional, named)
         model: Any = arguments["model"]
         args: Any = arguments.get("args")
         # Before any forward: it decides how torch computes in this process.
@@ -106,11 +105,16 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
         # After the checks, whose errors have the user's own words.
         _anchor_folders(args)
-        arguments["model"] = anchor_model(model)
+        # By place or by name as they came: a user's constructor may take by name alone what TRL's takes by place.
+        by_place = list(positional)
+        if "model" in named:
+            named["model"] = anchor_model(model)
+        else:
+            by_place[list(arguments).index("model")] = anchor_model(model)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         with construction(type(self), partial(self._build_engine, args), self._loader(args)):
-            super().__init__(*bound.args, **bound.kwargs, **of_user)
+            super().__init__(*by_place, **named)
 
         if args.has_engine:
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):

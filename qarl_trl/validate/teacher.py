@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ..quant.names import base_model
 from ..quant.source import QuantizedSource
 from .types import RunSettings, TrainerArguments
 
@@ -48,16 +49,19 @@ def check_teacher(
 
     check_same_vocabulary(_config_of(teacher, args), config)
     if isinstance(teacher, nn.Module) and isinstance(model, nn.Module):
-        _check_apart(teacher, model)
+        _check_apart(teacher, model, args.quantized)
 
 
-def _check_apart(teacher: nn.Module, student: nn.Module) -> None:
+def _check_apart(teacher: nn.Module, student: nn.Module, quantized: bool) -> None:
     """Refuse (`ValueError`) a teacher that has trained weights or layers of the student: both would be one model."""
-    parts = {id(module) for module in student.modules() if isinstance(module, nn.Linear)}
     trained = {id(parameter) for parameter in student.parameters() if parameter.requires_grad}
-    # A student may share what stays as it is, such as a frozen embedding or output layer.
-    if isinstance(student, PreTrainedModel):
-        parts.discard(id(student.get_output_embeddings()))
+    # A student may share what stays as it is: in high precision all that is frozen.
+    layers = {id(module) for module in student.modules() if isinstance(module, nn.Linear)}
+    parts = layers if quantized else set()
+    # In low bits such as a frozen embedding or output layer.
+    base = base_model(student)
+    if isinstance(base, PreTrainedModel):
+        parts.discard(id(base.get_output_embeddings()))
 
     shared = [name for name, module in teacher.named_modules() if id(module) in parts]
     shared += [name for name, parameter in teacher.named_parameters() if id(parameter) in trained]

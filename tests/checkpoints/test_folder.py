@@ -189,6 +189,63 @@ def test_files_of_a_user_wait_for_their_checkpoint_while_others_are_written(tmp_
     assert (target / "metrics.json").read_text() == "{}"
 
 
+def test_files_of_a_user_in_a_folder_that_the_checkpoint_has_too_stay(tmp_path):
+    low_bit = tmp_path / "checkpoint-1" / "low_bit"
+    (low_bit / "plots").mkdir(parents=True)
+    (low_bit / "plots" / "loss.png").write_text("picture")
+    (low_bit / "config.json").write_text("a user's")
+
+    target = write(tmp_path, 1)
+
+    assert (target / "low_bit" / "plots" / "loss.png").read_text() == "picture"
+    # The checkpoint's own file wins.
+    assert damage(target) is None
+    assert (target / "low_bit" / "config.json").read_text() == "{}"
+    assert {path.name for path in tmp_path.iterdir()} <= {"checkpoint-1", INCOMING}
+
+
+def test_files_that_a_user_put_into_a_checkpoint_stay_when_another_replaces_it(tmp_path):
+    """A run that goes back to an earlier step saves the later ones again, and a callback writes before each save."""
+    target = write(tmp_path, 1, "old", cards=["README.md"])
+    (target / "metrics.json").write_text("{}")
+    (target / "low_bit" / "scores.json").write_text("[]")
+    (target / "samples").mkdir()
+    (target / "samples" / "1.txt").write_text("a")
+
+    write(tmp_path, 1, "newer")
+
+    assert damage(target) is None
+    assert (target / "model.safetensors").read_text() == "newer"
+    assert (target / "metrics.json").read_text() == "{}"
+    assert (target / "low_bit" / "scores.json").read_text() == "[]"
+    assert (target / "samples" / "1.txt").read_text() == "a"
+    # Nothing of the older checkpoint.
+    assert not (target / "README.md").exists()
+    assert not (tmp_path / "_replaced").exists()
+
+
+def test_files_of_a_user_that_cannot_return_now_do_not_fail_the_save(tmp_path, monkeypatch, caplog):
+    """The checkpoint is whole, and a resume tries again."""
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "metrics.json").write_text("{}")
+    rename = Path.rename
+
+    def fails(path, target):
+        if path.name == "metrics.json":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    target = write(tmp_path, 1)
+    monkeypatch.undo()
+
+    assert finished(tmp_path) == [target]
+    assert re.search("could not be moved back .*Read-only file system.*_files_of_user/checkpoint-1", caplog.text)
+    assert resume_path("auto", config(tmp_path)) == str(target)
+    assert (target / "metrics.json").read_text() == "{}"
+    assert not (tmp_path / "_files_of_user").exists()
+
+
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
     folder = write(tmp_path, 1)
     read_text = Path.read_text

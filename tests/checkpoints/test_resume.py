@@ -11,12 +11,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import disk_offload
 from configs import config
 from peft import LoraConfig
 from slow.toys import forge
 from test_train import base, problems  # noqa: F401
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from trl import SFTConfig
 
 from qarl_trl import cli
@@ -274,6 +277,65 @@ def test_a_loaded_model_beside_the_policy_has_the_same_weights(tmp_path, args, r
     del facts[fact]
     older = write(tmp_path, 2, **facts)
     assert resume_path("true", args, identity(1)) == str(older)
+
+
+class OfBuffers(nn.Module):
+    """Its weights are numbers in buffers, as those of GPTQ and AWQ are."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.register_buffer("qweight", torch.full((4, 4), number, dtype=torch.int32))
+        self.register_buffer("angles", torch.rand(4), persistent=False)
+
+
+@pytest.mark.parametrize("role", ["ref_model", "teacher_model"])
+def test_a_model_beside_the_policy_may_be_quantized(tmp_path, args, role):
+    def identity(number):
+        return identity_of("a", args, None, {role: OfBuffers(number)})
+
+    folder = write(tmp_path, 1, **identity(1))
+
+    assert resume_path("true", args, identity(1)) == str(folder)
+    with pytest.raises(ValueError, match="another run"):
+        resume_path("true", args, identity(2))
+
+
+@pytest.mark.parametrize("role", ["ref_model", "teacher_model"])
+def test_a_model_beside_the_policy_may_lie_elsewhere(tmp_path, args, role):
+    """On the disk (`device_map`): nothing of it is in memory."""
+
+    def identity(width):
+        model = nn.Sequential(nn.Linear(4, width))
+        disk_offload(model, str(tmp_path / f"weights-{width}"), execution_device=torch.device("cpu"))
+        assert next(model.parameters()).is_meta
+        return identity_of("a", args, None, {role: model})
+
+    folder = write(tmp_path, 1, **identity(4))
+
+    assert resume_path("true", args, identity(4)) == str(folder)
+    with pytest.raises(ValueError, match="another run"):
+        resume_path("true", args, identity(8))
+
+
+def test_a_model_beside_the_policy_may_be_sharded(args, one_process):
+    def fact(number):
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(torch.full((4, 4), number), one_process, [Shard(0)]))
+        model.bias.data.zero_()
+        return identity_of("a", args, None, {"ref_model": model})["reference"]
+
+    assert fact(1.0) == fact(1.0)
+    assert fact(1.0) != fact(2.0)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A mesh of this process."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
 
 
 def test_a_reference_that_a_script_forgets_to_load_is_another_run(tmp_path, args):

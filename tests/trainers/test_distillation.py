@@ -24,6 +24,7 @@ from qarl_trl.quant import iter_low_bit_weights
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.trainers.teacher import teaches_by_its_base
 from qarl_trl.validate import check_run
+from qarl_trl.validate.teacher import _check_apart
 from trainers.runs import assert_saved, losses, moved, pairs, same_weights, settings, weights
 
 
@@ -448,6 +449,28 @@ def test_a_teacher_is_apart_from_the_student(dense_model, other_model, tmp_path)
     teacher.lm_head = frozen.lm_head.requires_grad_(False)
     teacher.model.embed_tokens = frozen.model.embed_tokens.requires_grad_(False)
     make(frozen, tmp_path / "frozen", teacher=teacher).train()
+
+
+def test_a_student_may_share_with_its_teacher_what_nobody_trains(dense_model, other_model):
+    """By an adapter frozen, and in high precision also a layer."""
+
+    def pair(shared, student_of=lambda model: model):
+        student = AutoModelForCausalLM.from_pretrained(dense_model)
+        teacher = AutoModelForCausalLM.from_pretrained(other_model)
+        teacher.set_submodule(shared, student.get_submodule(shared).requires_grad_(False))
+        return teacher, student_of(student)
+
+    head = pair("lm_head", lambda student: get_peft_model(student, adapter()))
+    layer = pair("model.layers.0.mlp.up_proj")
+    _check_apart(*head, quantized=True)
+    _check_apart(*layer, quantized=False)
+
+    with pytest.raises(ValueError, match="parts in common with the student"):
+        _check_apart(*layer, quantized=True)
+    # Controls: both would be trained.
+    layer[1].requires_grad_(True)
+    with pytest.raises(ValueError, match="parts in common with the student"):
+        _check_apart(*layer, quantized=False)
 
 
 def test_a_model_with_an_adapter_does_not_teach_itself(tiny_model, tmp_path):

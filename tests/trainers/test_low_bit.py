@@ -185,8 +185,37 @@ class PassesOn(DPOTrainer):
         super().__init__(*args, **kwargs)
 
 
-class LowBitPassesOn(LowBitMixin, PassesOn):
-    pass
+class PassesAllOn(PassesOn):
+    """And one of it, which names none."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class TakesItOut(DPOTrainer):
+    def __init__(self, *args, **kwargs):
+        self.note = kwargs.pop("note", "")
+        super().__init__(*args, **kwargs)
+
+
+class NamesTheModel(DPOTrainer):
+    def __init__(self, model, *args, note="", **kwargs):
+        self.note = note
+        super().__init__(model, *args, **kwargs)
+
+
+class NamesTwo(DPOTrainer):
+    def __init__(self, model, args, note="", **kwargs):
+        self.note = note
+        super().__init__(model, args=args, **kwargs)
+
+
+class ByNameAlone(DPOTrainer):
+    """Its arguments of TRL have another order."""
+
+    def __init__(self, *positional, note="", train_dataset=None, args=None, **kwargs):
+        self.note = note
+        super().__init__(*positional, args=args, train_dataset=train_dataset, **kwargs)
 
 
 class HasItFirst(DPOTrainer):
@@ -195,26 +224,57 @@ class HasItFirst(DPOTrainer):
         super().__init__(*args, **kwargs)
 
 
-class LowBitHasItFirst(LowBitMixin, HasItFirst):
-    pass
+OF_USERS = [PassesOn, PassesAllOn, TakesItOut, NamesTheModel, NamesTwo, ByNameAlone, HasItFirst]
+
+
+@pytest.mark.parametrize("of_user", OF_USERS, ids=lambda of_user: of_user.__name__)
+def test_a_constructor_of_a_user_has_the_arguments_of_trl_by_their_names(model, tmp_path, of_user):
+    low_bit = type("Mine", (LowBitMixin, of_user), {})
+    rows = data_of("dpo", model)["train_dataset"]
+    args = LowBitDPOConfig(**settings_of("dpo", tmp_path))
+
+    mine = low_bit(model=model, args=args, note="mine", train_dataset=rows)
+
+    assert mine.note == "mine"
+    assert mine.low_bit_store is not None
+    # What a resume compares is read from the arguments: here the rows.
+    assert mine._identity == make("dpo", model, tmp_path)._identity
 
 
 def test_a_constructor_of_a_user_may_pass_its_arguments_on(model, tmp_path):
     data = data_of("dpo", model)
     args = LowBitDPOConfig(**settings_of("dpo", tmp_path / "mine"))
-    by_name = LowBitPassesOn(model=model, args=args, note="mine", **data)
-    by_name.train()
-    by_place = LowBitPassesOn(model, None, args, **data)
+    by_place = type("Mine", (LowBitMixin, PassesOn), {})(model, None, args, **data)
     by_place.train()
+    of_model = type("Mine", (LowBitMixin, NamesTheModel), {})(model, None, args, **data)
+    of_model.train()
     plain = make("dpo", model, tmp_path / "plain")
     plain.train()
 
-    assert by_name.note == "mine"
     assert by_place.note == ""
-    assert same_weights(by_name, plain)
     assert same_weights(by_place, plain)
+    assert same_weights(of_model, plain)
+
+
+def test_a_constructor_of_a_user_that_hides_the_model_is_refused(model, tmp_path):
+    data = data_of("dpo", model)
+    args = LowBitDPOConfig(**settings_of("dpo", tmp_path))
+    low_bit = type("Mine", (LowBitMixin, HasItFirst), {})
+
     with pytest.raises(TypeError, match="must have an argument `model`, or pass .args and .*kwargs on, got .note"):
-        LowBitHasItFirst("mine", model, args=args, **data)
+        low_bit("mine", model, args=args, **data)
+    # A place of its own does not hide what has a name.
+    assert low_bit("mine", model=model, args=args, **data).note == "mine"
+
+    # Python's own words for what does not fit.
+    for of_user in (DPOTrainer, PassesOn):
+        low_bit = type("Mine", (LowBitMixin, of_user), {})
+        with pytest.raises(TypeError, match="unexpected keyword argument 'notes'"):
+            low_bit(model, args=args, notes="", **data)
+        with pytest.raises(TypeError, match="multiple values for argument 'model'"):
+            low_bit(model, model=model, args=args, **data)
+    with pytest.raises(TypeError, match="positional arguments"):
+        low_bit(model, None, args, *[None] * 30)
 
 
 def test_a_trainer_without_trls_log_of_metrics_trains(model, tmp_path):
