@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "benchmarks" / "results" / "arms" / "README.md", ROOT / "docs" / "results.md")
 SHOWN_REGIMES = ("hard", "again", "hot", "easy")
 LONG_REGIMES = ("long",)
+USERS_REGIMES = ("hard", "hot", "easy")
 # Of the long regimes: from, to, and how each is scored. All by transformers in float32, from the trained weights.
 COMPARED = (
     ("QaRL less rollout-only, GRPO", ("rollout-only GRPO", "rounded"), ("QaRL GRPO", "rounded")),
@@ -117,7 +118,7 @@ def users_table() -> str:
     """Accuracy of the main arms, over seeds."""
     header = ["regime", "start in 4 bits", *SHOWN_ARMS]
     rows = []
-    for regime in SHOWN_REGIMES:
+    for regime in USERS_REGIMES:
         row = [regime, f"{100 * starts_of(regime)['quantized']:.0f}"]
         for arm in SHOWN_ARMS:
             row.append(spread(read(regime, arm), lambda c: 100 * c["accuracy_after"], "{:.0f}"))

@@ -17,7 +17,7 @@ from sums import make_model
 from qarl_trl import QaRLConfig
 from qarl_trl.quant import apply_quantization
 
-from .pages import assert_tables_are_made
+from .pages import ROOT, assert_tables_are_made
 
 
 # The task -----------------------------------------------------------------------------------------------------------
@@ -193,6 +193,24 @@ def test_few_pairs_are_printed_and_more_have_a_mean_with_its_error():
     # The standard deviation is 1, over the root of three pairs.
     assert arms_table.summary([1.0, 2.0, 3.0]) == ["+2.0 ± 0.6", "3 of 3", "+1.0 to +3.0"]
     assert arms_table.summary([]) == [arms_table.NOT_RUN] * 3
+
+
+def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
+    points = {}
+    for line in arms_table.long_differences("long").splitlines():
+        _, what, _, difference, *_ = [cell.strip() for cell in line.split("|")]
+        points[what] = difference.removeprefix("+")
+    rounded = points["QaRL less rollout-only, GRPO"]
+    deployed = points["QaRL GRPO rounded less rollout-only GRPO by GPTQ"]
+    bf16 = points["QaRL GRPO rounded less bf16 GRPO by GPTQ"]
+
+    sentences = {
+        "README.md": f"{rounded} points above rollout-only GRPO, and {deployed} above it with GPTQ",
+        "docs/results.md": f"{rounded} points above rollout-only GRPO, {deployed} above it with GPTQ, and {bf16} above",
+        "docs/which_learner.md": f"rollout-only GRPO ended {rounded} points below QaRL GRPO",
+    }
+    for page, sentence in sentences.items():
+        assert sentence in (ROOT / page).read_text()
 
 
 def test_a_cell_of_the_long_toy_is_scored_in_every_deployment():

@@ -70,9 +70,6 @@ def test_figures_in_sentences_are_those_of_the_cells():
     greedily = statistics.fmean(gains[True])
     assert f"gained {sampled:.1f} points on sampled answers, and {greedily:.1f} on greedy ones" in results
 
-    between_seeds = score_of("QaRL GRPO", 2, "masters") - score_of("QaRL GRPO", 3, "masters")
-    assert f"two seeds of QaRL GRPO are {between_seeds:.1f} apart in bfloat16" in results
-
     frozen = score_of("QaRL TBPO, LoRA beside a frozen base", 0, "low_bit")
     whole = score_of("QaRL TBPO", 0, "low_bit")
     assert f"{frozen:.1f} (TBPO, one seed, another start: QaRL with all weights {whole:.1f})" in learners
