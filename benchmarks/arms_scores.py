@@ -2,6 +2,7 @@
 What a trained toy of arms.py scores as it is, and in 4 bits: rounded to nearest, by GPTQ and by AWQ.
 
     python benchmarks/arms_scores.py FOLDER REGIME WAY...      a regime as JSON; prints the scores as JSON
+    python benchmarks/arms_scores.py before NAME               writes those of the start of `arms.REGIMES[NAME]`
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import copy
 import io
 import json
 import sys
+import tempfile
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import common  # noqa: F401  # finds the scripts of examples/
+import common  # finds the scripts of examples/
 import torch
-from arms_task import HELD_OUT, NUMBERS, problems
+from arms import FOLDER, REGIMES, start_of
+from arms_task import HELD_OUT, NUMBERS, add_outliers, problems
 from datasets import Dataset
 from llmcompressor import oneshot
 from ptq import make_recipe
@@ -91,5 +94,23 @@ def accuracy(
     return sum(rewards) / len(rewards)
 
 
-if __name__ == "__main__":
+def score_start(name: str) -> None:
+    """What a regime begins with, scored as its trained models are, into a file beside its cells."""
+    from safetensors.torch import load_model
+    from sums import make_model
+
+    regime = REGIMES[name]
+    model = make_model(regime["start"], **regime["model"])
+    load_model(model, FOLDER / f"{start_of(regime)}.safetensors")
+    add_outliers(model, **regime["outliers"])
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        made = scores(Path(folder), regime, list(WAYS))
+    result = {"regime": name, "settings": regime, "scores": made, "machine": common.machine()}
+    (FOLDER / f"{name}_before.json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__" and sys.argv[1] == "before":
+    score_start(sys.argv[2])
+elif __name__ == "__main__":
     print(json.dumps(scores(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])))

@@ -128,11 +128,13 @@ def users_table() -> str:
 
 def users_long_table(regime: str) -> str:
     """Accuracy of the arms of a long regime by how their weights are deployed."""
-    rows = []
+    ways = ("as it is", "rounded", "gptq")
+    before = json.loads((FOLDER / f"{regime}_before.json").read_text())["scores"]
+    rows = [["before training", *(f"{100 * before[name]:.0f}" for name in ways)]]
     for arm in arms_of(regime):
         cells = read(regime, arm)
         shown = [arm]
-        for name in ("as it is", "rounded", "gptq"):
+        for name in ways:
             shown.append(spread(cells, lambda c, name=name: percent(c["scores"][name]), "{:.0f}"))
         rows.append(shown)
     return markdown(["trained by", "unquantized", "rounded", "GPTQ"], rows)
