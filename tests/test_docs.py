@@ -272,7 +272,7 @@ def test_the_readme_names_the_speeds_that_were_measured():
 
     # The README has the measured ones, which are worse.
     assert estimated_and_measured == [("0.68", "0.64"), ("0.80", "0.78")]
-    assert "0.64 times the speed at 1.5B, 0.78 at 8B with LoRA" in readme
+    assert "0.64 times the speed at 1.5B, 0.78 at 8B with a frozen base" in readme
 
 
 # Recipes and scripts ------------------------------------------------------------------------------------------------
