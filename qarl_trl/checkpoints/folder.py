@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 from contextlib import suppress
@@ -19,11 +18,6 @@ MANIFEST = "manifest.json"
 INCOMING = "_incoming"
 # Folder of a checkpoint that another of the same step is just replacing. A failed save does not delete it.
 REPLACED = "_replaced"
-# Folder of files that a user, such as a callback, had put into `checkpoint-N` before the checkpoint came.
-OF_USER = "_files_of_user"
-
-# Only the first process is here, perhaps without accelerate.
-logger = logging.getLogger(__name__)
 
 
 def commit(folder: Path, target: Path, **facts: Any) -> None:
@@ -46,12 +40,12 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     flush(folder)
     manifest = {"number": _next_number(target.parent), **facts, "files": _file_sizes(folder)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+    # Not moved: after a kill the folder that is in its place has them, whichever of both that is.
+    _copy_files_of_user(target, folder)
     flush(folder)
 
-    # What a kill in an earlier call left.
-    return_files_of_user(target)
     # No file system replaces a folder that is not empty by a rename.
-    aside = target.parent / (OF_USER if _is_of_user(target) else REPLACED) / target.name
+    aside = target.parent / REPLACED / target.name
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
@@ -63,80 +57,36 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         if aside.exists():
             _restore(aside, target)
         raise
-    _try_to_return(target)
-    _keep_files_of_user(target.parent / REPLACED / target.name, target)
     # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
-    shutil.rmtree(target.parent / REPLACED, ignore_errors=True)
+    shutil.rmtree(aside.parent, ignore_errors=True)
 
 
-def _is_of_user(folder: Path) -> bool:
-    """Whether a folder is there, and is neither a checkpoint nor a part of one."""
-    from transformers.trainer import TRAINER_STATE_NAME  # late: seconds of a dry run, which commits nothing
-
-    return folder.exists() and not any((folder / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
-
-
-def _try_to_return(checkpoint: Path) -> None:
-    """Return a user's files, as [`return_files_of_user`]; an error is only said, as the checkpoint is whole."""
-    try:
-        return_files_of_user(checkpoint)
-    except OSError as error:
-        logger.warning(
-            "Files that were in %s before it was saved could not be moved back into it (%s): they are in %s, and a "
-            "resume tries again.",
-            checkpoint,
-            error,
-            checkpoint.parent / OF_USER / checkpoint.name,
-        )
-
-
-def return_files_of_user(checkpoint: Path) -> None:
+def _copy_files_of_user(source: Path, checkpoint: Path) -> None:
     """
-    Move the files that made way for a checkpoint into it, or back to its place if it did not come.
+    Copy what somebody, such as a callback, had put into the folder that a checkpoint replaces.
 
     Args:
-        checkpoint: The place of the checkpoint. Files of the checkpoint win over those of a user with the same name.
-
-    Raises:
-        OSError: if the disk fails. What was not moved is still there.
+        source: The folder, if there is one: an older checkpoint of the same step, or a user's alone.
+        checkpoint: The new one, whose files win. Its manifest does not list the copies: a user may change them.
     """
-    aside = checkpoint.parent / OF_USER / checkpoint.name
-    if not aside.exists():
-        return
+    from transformers.trainer import TRAINER_STATE_NAME  # late: seconds of a dry run, which commits nothing
 
-    _move_files(aside, checkpoint)
-    shutil.rmtree(aside, ignore_errors=True)
-    # Those of another checkpoint may be there.
-    with suppress(OSError):
-        aside.parent.rmdir()
+    of_checkpoint: set[str] = set()
+    if any((source / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME)):
+        # Of a damaged checkpoint nothing tells what is a user's.
+        try:
+            of_checkpoint = {MANIFEST, *read_manifest(source)["files"]}
+        except (OSError, ValueError, KeyError, TypeError):
+            return
 
-
-def _move_files(source: Path, target: Path) -> None:
-    """Move what a folder has and another one lacks, also in sub-folders that both have."""
-    target.mkdir(exist_ok=True)
-    for path in list(source.iterdir()):
-        place = target / path.name
-        if not place.exists():
-            path.rename(place)
-        elif path.is_dir() and place.is_dir():
-            _move_files(path, place)
-
-
-def _keep_files_of_user(replaced: Path, checkpoint: Path) -> None:
-    """Move what somebody had put into a checkpoint to the one that replaces it: what its manifest does not list."""
-    # Of a damaged one nothing tells what is a user's.
-    try:
-        listed = {MANIFEST, *read_manifest(replaced)["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-
-    for path in list(replaced.rglob("*")):
-        name = path.relative_to(replaced)
-        place = checkpoint / name
-        if path.is_file() and str(name) not in listed and path.name != CARD and not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(place)
+    for path in source.rglob("*"):
+        name = path.relative_to(source)
+        # No manifest lists cards.
+        is_of_checkpoint = str(name) in of_checkpoint or (of_checkpoint and path.name == CARD)
+        if path.is_file() and not is_of_checkpoint and not (checkpoint / name).exists():
+            (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, checkpoint / name)
 
 
 def _restore(aside: Path, target: Path) -> None:

@@ -19,16 +19,7 @@ from ..guards import on_first
 from ..quant.names import adapter_configs, base_model
 from ..quant.scheme import describe_scheme
 from .changes import Change, changes, compared_settings, refuses
-from .folder import (
-    INCOMING,
-    OF_USER,
-    REPLACED,
-    checkpoint_folders,
-    damage,
-    finished,
-    read_manifest,
-    return_files_of_user,
-)
+from .folder import INCOMING, REPLACED, checkpoint_folders, damage, finished, read_manifest
 from .lock import holding
 
 
@@ -169,13 +160,6 @@ def _put_back(output_dir: Path) -> None:
             with suppress(ValueError), holding(output_dir):
                 if not place.exists() and damage(folder) is None:
                     folder.rename(place)
-
-    for folder in output_dir.glob(f"{OF_USER}/checkpoint-*"):
-        place = output_dir / folder.name
-        with suppress(ValueError), holding(output_dir):
-            # Beside nothing they wait: a folder without a checkpoint would count as a damaged one.
-            if place.exists():
-                return_files_of_user(place)
 
 
 def _damaged(output_dir: Path) -> list[str]:

@@ -146,47 +146,41 @@ def test_a_checkpoint_whose_return_failed_too_is_named_and_a_resume_brings_it_ba
     assert not (tmp_path / "_replaced").exists()
 
 
-@pytest.mark.parametrize("killed_after", [1, 2, 3])
-def test_files_of_a_user_survive_a_kill_between_the_renames_of_a_checkpoint(tmp_path, monkeypatch, killed_after):
-    """A callback's files make way, the checkpoint comes, the files return: three renames, and a kill after each."""
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1" / "metrics.json").write_text("{}")
-    (tmp_path / "checkpoint-1" / "plots").mkdir()
+@pytest.mark.parametrize("manifest", [False, True], ids=["user's folder", "checkpoint"])
+@pytest.mark.parametrize("killed_after", [1, 2])
+def test_files_of_a_user_survive_a_kill_between_the_renames_of_a_checkpoint(
+    tmp_path, monkeypatch, killed_after, manifest
+):
+    """A folder with a callback's files makes way, and the checkpoint comes: two renames, and a kill after each."""
+    if manifest:
+        write(tmp_path, 1, "old")
+    (tmp_path / "checkpoint-1" / "plots").mkdir(parents=True)
     (tmp_path / "checkpoint-1" / "plots" / "loss.png").write_text("picture")
     rename = Path.rename
-    number = iter(range(1, 100))
+    numbers = iter(range(1, 100))
 
-    def killed(path, target):
-        if next(number) > killed_after:
+    def renames(path, target):
+        if next(numbers) > killed_after:
             raise KeyboardInterrupt
         return rename(path, target)
 
-    monkeypatch.setattr(Path, "rename", killed)
+    def deletes(folder, **_):
+        if folder.exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", renames)
+    monkeypatch.setattr(shutil, "rmtree", deletes)
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path, 1)
+        write(tmp_path, 1, "new")
     monkeypatch.undo()
 
-    assert resume_path("auto", config(tmp_path)) == str(tmp_path / "checkpoint-1")
-    assert (tmp_path / "checkpoint-1" / "metrics.json").read_text() == "{}"
-    assert (tmp_path / "checkpoint-1" / "plots" / "loss.png").read_text() == "picture"
-    assert {path.name for path in tmp_path.iterdir()} <= {"checkpoint-1", INCOMING, "_lock"}
-
-
-def test_files_of_a_user_wait_for_their_checkpoint_while_others_are_written(tmp_path, failing_renames, monkeypatch):
-    """The run is killed in the save of step 1, and its continuation saves at step 2 first."""
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1" / "metrics.json").write_text("{}")
-    failing_renames(1, 1)
-    monkeypatch.setattr("qarl_trl.checkpoints.folder._restore", lambda aside, target: None)
-    with pytest.raises(OSError, match="Input/output error"):
-        write(tmp_path, 1)
-    monkeypatch.undo()
-    shutil.rmtree(tmp_path / INCOMING)
-
-    write(tmp_path, 2)
-    target = write(tmp_path, 1)
-
-    assert (target / "metrics.json").read_text() == "{}"
+    target = tmp_path / "checkpoint-1"
+    assert resume_path("auto", config(tmp_path)) == str(target)
+    assert (target / "model.safetensors").read_text() == "new"
+    assert (target / "plots" / "loss.png").read_text() == "picture"
+    write(tmp_path, 1, "newer")
+    assert (target / "plots" / "loss.png").read_text() == "picture"
+    assert not (tmp_path / "_replaced").exists()
 
 
 def test_files_of_a_user_in_a_folder_that_the_checkpoint_has_too_stay(tmp_path):
@@ -224,26 +218,20 @@ def test_files_that_a_user_put_into_a_checkpoint_stay_when_another_replaces_it(t
     assert not (tmp_path / "_replaced").exists()
 
 
-def test_files_of_a_user_that_cannot_return_now_do_not_fail_the_save(tmp_path, monkeypatch, caplog):
-    """The checkpoint is whole, and a resume tries again."""
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1" / "metrics.json").write_text("{}")
-    rename = Path.rename
+def test_a_file_of_a_user_that_cannot_be_copied_leaves_all_as_it_was(tmp_path, monkeypatch):
+    target = write(tmp_path, 1, "old")
+    (target / "metrics.json").write_text("{}")
 
-    def fails(path, target):
-        if path.name == "metrics.json":
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-        return rename(path, target)
+    def fails(source, place):
+        raise OSError(errno.ENOSPC, "No space left on device", str(place))
 
-    monkeypatch.setattr(Path, "rename", fails)
-    target = write(tmp_path, 1)
-    monkeypatch.undo()
+    monkeypatch.setattr(shutil, "copy2", fails)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 1, "new")
 
-    assert finished(tmp_path) == [target]
-    assert re.search("could not be moved back .*Read-only file system.*_files_of_user/checkpoint-1", caplog.text)
-    assert resume_path("auto", config(tmp_path)) == str(target)
+    assert damage(target) is None
+    assert (target / "model.safetensors").read_text() == "old"
     assert (target / "metrics.json").read_text() == "{}"
-    assert not (tmp_path / "_files_of_user").exists()
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path, monkeypatch):
