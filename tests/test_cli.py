@@ -423,7 +423,7 @@ def test_export_of_a_classifier_is_refused(tmp_path):
 def test_export_of_a_runs_checkpoint_in_another_scheme_says_so(checkpoint, tmp_path, capsys, options, is_said):
     """The default is W4A16 in groups of 128, whatever the run trained."""
     from qarl_trl import QaRLConfig
-    from qarl_trl.checkpoints.resume import identity_of
+    from qarl_trl.checkpoints.identity import identity_of
 
     folder = tmp_path / "checkpoint-4"
     shutil.copytree(checkpoint, folder)

@@ -25,10 +25,11 @@ from ..quant.layers.experts import expert_modules
 from ..quant.store import LowBitStore
 from .changes import rows_per_update
 from .folder import INCOMING, commit, read_manifest, rotate
+from .identity import SETTINGS
 from .lock import holding
 from .model import ModelMixin
 from .optimizer import apply_settings, changed_settings_of_groups, made_fact, settings_of_groups, trained_fact
-from .resume import MADE, SETTINGS, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path
+from .resume import MADE, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 

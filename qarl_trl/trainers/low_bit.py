@@ -22,7 +22,8 @@ from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
 from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
 from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
-from ..checkpoints.resume import identity_of, resume_path
+from ..checkpoints.identity import identity_of
+from ..checkpoints.resume import resume_path
 from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
 from ..cpu_exact.ops import use_engine_ops

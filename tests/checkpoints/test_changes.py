@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from qarl_trl import QaRLConfig
 from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule
-from qarl_trl.checkpoints.resume import SETTINGS as OF_RUN
-from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, identity_of, resume_path
+from qarl_trl.checkpoints.identity import SETTINGS as OF_RUN
+from qarl_trl.checkpoints.identity import identity_of
+from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, resume_path
 
 from .test_folder import write
 

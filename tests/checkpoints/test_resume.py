@@ -24,8 +24,9 @@ from trl import SFTConfig
 
 from qarl_trl import cli
 from qarl_trl.checkpoints.folder import INCOMING
+from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.optimizer import trained_fact
-from qarl_trl.checkpoints.resume import check_start, identity_of, resume_path
+from qarl_trl.checkpoints.resume import check_start, resume_path
 from qarl_trl.train import parse
 from qarl_trl.trainers import LowBitConfig
 
