@@ -59,7 +59,7 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
         raise
     # A rename is on the disk when the folder that holds the name is.
     flush(target.parent, tree=False)
-    shutil.rmtree(aside.parent, ignore_errors=True)
+    delete_replaced(aside, folder)
 
 
 def _copy_files_of_user(source: Path, checkpoint: Path) -> None:
@@ -70,10 +70,8 @@ def _copy_files_of_user(source: Path, checkpoint: Path) -> None:
         source: The folder, if there is one: an older checkpoint of the same step, or a user's alone.
         checkpoint: The new one, whose files win. Its manifest does not list the copies: a user may change them.
     """
-    from transformers.trainer import TRAINER_STATE_NAME  # late: seconds of a dry run, which commits nothing
-
     of_checkpoint: set[str] = set()
-    if any((source / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME)):
+    if not is_of_user(source):
         # Of a damaged checkpoint nothing tells what is a user's.
         try:
             of_checkpoint = {MANIFEST, *read_manifest(source)["files"]}
@@ -89,13 +87,37 @@ def _copy_files_of_user(source: Path, checkpoint: Path) -> None:
             shutil.copy2(path, checkpoint / name)
 
 
+def delete_replaced(aside: Path, scratch: Path) -> None:
+    """
+    Delete a checkpoint that another has replaced, if there was one.
+
+    Args:
+        aside: Where it is.
+        scratch: Where it goes first. So a kill leaves nothing half deleted in `_replaced/`, from where the next start
+            moves folders back.
+    """
+    # The new checkpoint is complete, whatever comes of the old one. Others may wait beside it.
+    with suppress(OSError):
+        scratch.parent.mkdir(exist_ok=True)
+        aside.rename(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
+        aside.parent.rmdir()
+
+
+def is_of_user(folder: Path) -> bool:
+    """Whether a folder with the name of a checkpoint is a user's alone: the trainer wrote none of its files."""
+    from transformers.trainer import TRAINER_STATE_NAME  # late: seconds of a dry run, which commits nothing
+
+    return not any((folder / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
+
+
 def _restore(aside: Path, target: Path) -> None:
     """Put a checkpoint back to where another should have replaced it. `OSError` with its place if that fails."""
     try:
         aside.rename(target)
     except OSError as error:
         raise OSError(
-            f"{error}; the earlier {target.name} is complete in {aside}: move it back, or resume, which does"
+            f"{error}; the earlier {target.name} is in {aside}: move it back, or resume, which does"
         ) from error
 
 

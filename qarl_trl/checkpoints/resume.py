@@ -11,7 +11,16 @@ from accelerate.logging import get_logger
 
 from ..guards import on_first
 from .changes import Change, changes, refuses
-from .folder import INCOMING, REPLACED, checkpoint_folders, damage, finished, read_manifest
+from .folder import (
+    INCOMING,
+    REPLACED,
+    checkpoint_folders,
+    damage,
+    delete_replaced,
+    finished,
+    is_of_user,
+    read_manifest,
+)
 from .identity import SETTINGS, without_choice_of_layers
 from .lock import holding
 
@@ -129,7 +138,10 @@ def _find_newest(wish: str, output_dir: Path) -> str | None:
 
 
 def _put_back(output_dir: Path) -> None:
-    """Move a complete checkpoint to its place, if a kill or an error came between the two renames of `commit`."""
+    """
+    Move a complete checkpoint, or a user's folder with the name of one, to its place, if a kill or an error came
+    between the two renames of `commit`.
+    """
     # The new one first. The one that it replaces returns only if nothing has its place.
     for place_of_others in (INCOMING, REPLACED):
         for folder in output_dir.glob(f"{place_of_others}/checkpoint-*"):
@@ -137,8 +149,15 @@ def _put_back(output_dir: Path) -> None:
             # `holding` raises `ValueError` while another run holds the output folder. The checkpoint is then that
             # run's.
             with suppress(ValueError), holding(output_dir):
-                if not place.exists() and damage(folder) is None:
+                if not place.exists() and (damage(folder) is None or _waits(folder)):
                     folder.rename(place)
+                elif place_of_others == REPLACED and damage(place) is None:
+                    delete_replaced(folder, output_dir / INCOMING / folder.name)
+
+
+def _waits(folder: Path) -> bool:
+    """Whether a folder is a user's that a checkpoint should have replaced."""
+    return folder.parent.name == REPLACED and is_of_user(folder)
 
 
 def _damaged(output_dir: Path) -> list[str]:

@@ -133,7 +133,7 @@ def test_a_checkpoint_whose_return_failed_too_is_named_and_a_resume_brings_it_ba
 
     # Neither arrives.
     failing_renames(1, 2)
-    with pytest.raises(OSError, match="Input/output error.*the earlier checkpoint-1 is complete in .*_replaced"):
+    with pytest.raises(OSError, match="Input/output error.*the earlier checkpoint-1 is in .*_replaced"):
         write(tmp_path, 1, "new")
     monkeypatch.undo()
     shutil.rmtree(tmp_path / INCOMING)
@@ -144,6 +144,35 @@ def test_a_checkpoint_whose_return_failed_too_is_named_and_a_resume_brings_it_ba
     write(tmp_path, 1, "new")  # control: nothing of it is in the way
     assert (folder / "model.safetensors").read_text() == "new"
     assert not (tmp_path / "_replaced").exists()
+
+
+def test_a_folder_of_a_user_that_could_not_return_outlives_later_saves_and_the_next_start_brings_it_back(
+    tmp_path, failing_renames, monkeypatch
+):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "loss.png").write_text("picture")
+
+    failing_renames(1, 2)
+    with pytest.raises(OSError, match="Input/output error.*the earlier checkpoint-1 is in .*_replaced"):
+        write(tmp_path, 1, "new")
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / INCOMING)
+    # Replaces one, so it deletes what it has replaced.
+    write(tmp_path, 2, "other")
+    write(tmp_path, 2, "newer")
+
+    assert resume_path("auto", config(tmp_path)) == str(tmp_path / "checkpoint-2")
+    assert (tmp_path / "checkpoint-1" / "loss.png").read_text() == "picture"
+    assert not any((tmp_path / "_replaced").iterdir())
+
+
+def test_a_start_deletes_what_a_checkpoint_has_replaced_if_a_kill_came_before(tmp_path):
+    target = write(tmp_path, 1, "new")
+    write(tmp_path / "_replaced", 1, "old")
+
+    assert resume_path("auto", config(tmp_path)) == str(target)
+    assert (target / "model.safetensors").read_text() == "new"
+    assert not (tmp_path / "_replaced" / "checkpoint-1").exists()
 
 
 @pytest.mark.parametrize("manifest", [False, True], ids=["user's folder", "checkpoint"])
