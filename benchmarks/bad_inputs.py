@@ -198,7 +198,7 @@ class Inputs:
             return ["export", str(self.copy), str(self.names["out"])]
         return ["eval", str(self.copy), "--suite", str(self.names["data"]), "--max_new_tokens", "8"]
 
-    def fields(self) -> Iterator[Case]:
+    def recipe_fields(self) -> Iterator[Case]:
         """Fields of a recipe with a wrong value, and with a wrong name."""
         kinds = kinds_of_fields()
         for name, kind in self.rng.sample(sorted(kinds.items()), 100):
@@ -279,7 +279,7 @@ class Inputs:
 def inputs(place: Path, recipe: dict[str, Any], rng: random.Random) -> Iterator[Case]:
     """All wrong inputs; see `Inputs`."""
     wrong = Inputs(place, recipe, rng)
-    yield from wrong.fields()
+    yield from wrong.recipe_fields()
     yield from wrong.settings()
     yield from wrong.options()
     yield from wrong.files()
