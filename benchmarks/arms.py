@@ -24,8 +24,12 @@ from pathlib import Path
 from typing import Any
 
 
+# Regime, arm and seed of a cell.
+Cell = tuple[str, str, int]
+
 FOLDER = Path(__file__).resolve().parent / "results" / "arms"
 WEIGHTS = "model.safetensors"  # of a warm start
+SEEDS = range(100)  # more than any arm has
 # How held-out answers draw their random numbers. Cells without this were run with one seed for all 256; they are run
 # again.
 DRAWS = "a seed for each problem"
@@ -78,14 +82,15 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "rollout-only TBPO without weight": {"quantize_learner": False, "vllm_importance_sampling_correction": False},
 }
+# Five seeds in the hard regime; all others three.
 MAIN = (
     "bf16 GRPO",
     "rollout-only GRPO",
     "rollout-only TBPO",
     "QaRL TBPO",
     "QaRL GSPO",
-)  # five seeds in the hard regime; all others three
-UNWEIGHTED = "rollout-only GRPO without TIS", "rollout-only TBPO without weight"
+)
+UNWEIGHTED = ("rollout-only GRPO without TIS", "rollout-only TBPO without weight")
 # Of answers of 376 tokens.
 LONG_ARMS = (
     "bf16 GRPO",
@@ -100,13 +105,11 @@ LONG_ARMS = (
 LEVELS = ("rollout-only TBPO", "QaRL TBPO, stock operations", "QaRL TBPO")
 
 TOY = {
-    **{
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
     "max_position_embeddings": 256,
 }
 HARD: dict[str, Any] = {
@@ -145,44 +148,77 @@ REGIMES: dict[str, dict[str, Any]] = {
 }
 
 
-def cells(options: argparse.Namespace) -> list[tuple[str, str, int]]:
+# Which cells there are -----------------------------------------------------------------------------------------------
+
+
+def cells(options: argparse.Namespace) -> list[Cell]:
     """
-    Regime, arm and seed of what was asked for: the first seed of all arms, then the second, so that rows fill evenly.
+    List the cells that are asked for: the first seed of all arms, then the second, so that rows fill evenly.
+
+    Args:
+        options: `regime`, and `arms` and `seeds`, which may be `None`: those that are meant to run.
     """
-    found = []
+    wanted = []
     for regime in options.regime:
         arms = options.arms or arms_of(regime)
-        seeds = {arm: options.seeds or range(seeds_of(regime, arm)) for arm in arms}
-        found += [(regime, arm, seed) for seed in range(100) for arm in arms if seed in seeds[arm]]
-    return found
+        for seed in SEEDS:
+            for arm in arms:
+                seeds = options.seeds or range(seeds_of(regime, arm))
+                if seed in seeds:
+                    wanted.append((regime, arm, seed))
+    return wanted
 
 
 def seeds_of(regime: str, arm: str) -> int:
     """How many seeds an arm has in a regime."""
     if regime.startswith("long"):
         return 8
-    return 5 if regime == "hard" and arm in MAIN else 3
+    if regime == "hard" and arm in MAIN:
+        return 5
+    return 3
 
 
 def arms_of(regime: str) -> list[str]:
     """The arms that are meant to run in a regime."""
-    more = {"hard": tuple(ARMS), "w4a8": LEVELS, "hot": (*MAIN, *UNWEIGHTED, "QaRL GRPO", "bf16 TBPO")}
-    more |= dict.fromkeys(("long", "long_stale"), LONG_ARMS)
-    return list(more.get(regime, MAIN + UNWEIGHTED))
+    if regime == "hard":
+        return list(ARMS)
+    if regime == "w4a8":
+        return list(LEVELS)
+    if regime in ("long", "long_stale"):
+        return list(LONG_ARMS)
+    if regime == "hot":
+        return [*MAIN, *UNWEIGHTED, "QaRL GRPO", "bf16 TBPO"]
+    return [*MAIN, *UNWEIGHTED]
 
 
 def file_of(regime: str, arm: str, seed: int) -> Path:
-    return FOLDER / regime / f"{arm.lower().replace(',', '').replace(' ', '_')}.{seed}.json"
+    """Where a cell is, if it was run."""
+    name = arm.lower().replace(",", "").replace(" ", "_")
+    return FOLDER / regime / f"{name}.{seed}.json"
+
+
+def is_done(cell: Cell) -> bool:
+    """Whether a cell has a file, measured as it is measured now."""
+    file = file_of(*cell)
+    return file.exists() and json.loads(file.read_text()).get("draws") == DRAWS
 
 
 def settings_of(regime: str, arm: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The regime's settings, and the arm's with the bounds that belong to the regime."""
-    found, chosen = REGIMES[regime], dict(ARMS[arm])
-    if "importance_sampling_level" in chosen:  # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO
-        chosen |= {"epsilon": 3 * found["band"], "epsilon_high": 4 * found["band"]}
-    if found["quantization"]["quant_scheme"] == "W4A8":
-        chosen.pop("quant_kernel", None)  # torch has no product of its own for 8-bit integer activations
-    return found, chosen
+    settings = REGIMES[regime]
+    chosen = dict(ARMS[arm])
+
+    if "importance_sampling_level" in chosen:
+        # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO.
+        chosen["epsilon"] = 3 * settings["band"]
+        chosen["epsilon_high"] = 4 * settings["band"]
+    if settings["quantization"]["quant_scheme"] == "W4A8":
+        # torch has no product of its own for 8-bit integer activations.
+        chosen.pop("quant_kernel", None)
+    return settings, chosen
+
+
+# Running them --------------------------------------------------------------------------------------------------------
 
 
 def run_cell(regime: str, arm: str, seed: int, base: str) -> None:
@@ -193,53 +229,78 @@ def run_cell(regime: str, arm: str, seed: int, base: str) -> None:
     settings, chosen = settings_of(regime, arm)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            result = arms_cell.run(Path(base), chosen, settings, seed, Path(folder))
+            measured = arms_cell.run(Path(base), chosen, settings, seed, Path(folder))
     except Exception:
         traceback.print_exc()
         raise
-    result = {"regime": regime, "arm": arm, "seed": seed, "settings": settings, "arm_settings": chosen} | result
+
+    result = {"regime": regime, "arm": arm, "seed": seed, "settings": settings, "arm_settings": chosen, **measured}
     path = file_of(regime, arm, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".part").write_text(json.dumps(result, indent=None, separators=(",", ":")) + "\n")
-    path.with_suffix(".part").rename(path)
+    # Renamed when it is complete: a cell that has a file is not run again.
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=None, separators=(",", ":")) + "\n")
+    part.rename(path)
 
 
-def run_all(wanted: list[tuple[str, str, int]], jobs: int, bases: Path) -> None:
-    """Run the cells without a file, `jobs` at a time, each in a fork of a process that has only imported."""
+def run_all(wanted: list[Cell], jobs: int, bases: Path) -> None:
+    """
+    Run the cells without a file, `jobs` at a time, each in a fork of a process that has only imported.
+
+    `bases` is the folder of the warm starts.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["arms_cell"])
-    running: list[tuple[tuple, BaseProcess]] = []
-
-    def reap(limit: int) -> None:
-        while len(running) > limit:
-            multiprocessing.connection.wait([process.sentinel for _, process in running])
-            for entry in [entry for entry in running if not entry[1].is_alive()]:
-                running.remove(entry)
-                print(*entry[0], "done" if is_done(entry[0]) else "FAILED", flush=True)
+    running: list[tuple[Cell, BaseProcess]] = []
 
     for cell in wanted:
         if is_done(cell):
             continue
-        regime = REGIMES[cell[0]]
-        base = bases / start_of(regime)
-        kept = FOLDER / f"{base.name}.safetensors"  # beside the cells, so that another machine can go on
-        if not (base / "done").exists() or (kept.exists() and sha_of(kept) != sha_of(base / WEIGHTS)):
-            start = context.Process(target=_warm_start, args=(str(base), regime, str(kept)))
-            start.start()
-            start.join()
-            if start.exitcode:
-                raise SystemExit("The warm start failed.")
-            (base / "done").touch()
-        check_start(base / WEIGHTS, base.name)
-        if not kept.exists():
-            FOLDER.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(base / WEIGHTS, f"{kept}.part")
-            Path(f"{kept}.part").rename(kept)
-        reap(jobs - 1)
+        regime, _, _ = cell
+        base = make_start(context, REGIMES[regime], bases)
+        wait_for_others(running, jobs - 1)
         process = context.Process(target=run_cell, args=(*cell, str(base)))
         process.start()
         running.append((cell, process))
-    reap(0)
+    wait_for_others(running, 0)
+
+
+def wait_for_others(running: list[tuple[Cell, BaseProcess]], limit: int) -> None:
+    """Wait until at most `limit` of the cells still run. Those that ended leave the list, and a line says how."""
+    while len(running) > limit:
+        multiprocessing.connection.wait([process.sentinel for _, process in running])
+        for cell, process in list(running):
+            if not process.is_alive():
+                running.remove((cell, process))
+                print(*cell, "done" if is_done(cell) else "FAILED", flush=True)
+
+
+# Where they start ----------------------------------------------------------------------------------------------------
+
+
+def make_start(context: Any, regime: dict[str, Any], bases: Path) -> Path:
+    """Make the warm start of a regime in `bases`, in a process of its own, if it is not there. Returns its folder."""
+    base = bases / start_of(regime)
+    # Beside the cells, so that another machine can go on.
+    kept = FOLDER / f"{base.name}.safetensors"
+
+    is_made = (base / "done").exists()
+    is_another = is_made and kept.exists() and sha_of(kept) != sha_of(base / WEIGHTS)
+    if not is_made or is_another:
+        process = context.Process(target=_warm_start, args=(str(base), regime, str(kept)))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit("The warm start failed.")
+        (base / "done").touch()
+
+    check_start(base / WEIGHTS, base.name)
+    if not kept.exists():
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        part = Path(f"{kept}.part")
+        shutil.copyfile(base / WEIGHTS, part)
+        part.rename(kept)
+    return base
 
 
 def sha_of(weights: Path) -> str:
@@ -256,19 +317,18 @@ def start_of(settings: dict[str, Any]) -> str:
 
 def check_start(weights: Path, name: str) -> None:
     """Refuse a start that is not that of the cells there are: the warm start of another CPU is another model."""
-    cells = [json.loads(file.read_text()) for file in FOLDER.glob("*/*.json")]
-    others = {cell["base_sha256"] for cell in cells if start_of(cell["settings"]) == name} - {sha_of(weights)}
+    here = sha_of(weights)
+    others = set()
+    for file in FOLDER.glob("*/*.json"):
+        cell = json.loads(file.read_text())
+        if start_of(cell["settings"]) == name and cell["base_sha256"] != here:
+            others.add(cell["base_sha256"])
+
     if others:
         raise SystemExit(
-            f"All cells must have one start: here it is {sha_of(weights)}, cells in {FOLDER} have "
+            f"All cells must have one start: here it is {here}, cells in {FOLDER} have "
             f"{', '.join(sorted(others))}. Remove those cells and run them again, or go on where they were run."
         )
-
-
-def is_done(cell: tuple[str, str, int]) -> bool:
-    """Whether a cell has a file, measured as it is measured now."""
-    file = file_of(*cell)
-    return file.exists() and json.loads(file.read_text()).get("draws") == DRAWS
 
 
 def _warm_start(base: str, regime: dict[str, Any], kept: str) -> None:
@@ -299,13 +359,15 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
     options = parser.parse_args()
+
     if options.table:
         import arms_table
 
         arms_table.main()
-    else:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        run_all(cells(options), options.jobs, options.bases)
+        return
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    run_all(cells(options), options.jobs, options.bases)
 
 
 if __name__ == "__main__":

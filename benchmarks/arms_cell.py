@@ -17,7 +17,7 @@ import portable_engine
 import torch
 import vllm  # noqa: F401  # here, so that cells that are forked have it
 from arms import DRAWS, STOCK, WEIGHTS, sha_of
-from arms_task import HELD_OUT, NUMBERS, add_outliers, kept_by_kpop, problems
+from arms_task import HELD_OUT, add_outliers, kept_by_kpop, numbers_of, problems
 from datasets import Dataset, disable_progress_bars
 from sums import correct, make_tokenizer
 from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
@@ -27,40 +27,77 @@ from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.tools.evaluate.sample import prompt_seed
 
 
-PROMPTS, ANSWERS = 16, 8  # of a rollout batch: 128 completions
+# Of a rollout batch: 128 completions.
+PROMPTS = 16
+ANSWERS = 8
+TRAINING = 4096  # problems
+# As in the paper's Table 2.
+TEMPERATURE = 0.6
 # By which a process finds a process group.
 GROUP = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 MACHINE = common.machine()  # when this was loaded: cells are forked later
-# One value a rollout batch.
+# How the names of the logged columns begin that a cell keeps.
 KEPT = (
-    *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio"),
-    *("mismatch/", "ratio/", "error_tokens/", "quant/", "clip_ratio/", "sampling/importance_sampling_ratio/"),
+    "reward",
+    "entropy",
+    "grad_norm",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "mismatch/",
+    "ratio/",
+    "error_tokens/",
+    "quant/",
+    "clip_ratio/",
+    "sampling/importance_sampling_ratio/",
 )
 
 
 def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
-    """Train and evaluate one cell; what it returns goes to its JSON file."""
+    """
+    Train and evaluate one cell.
+
+    Args:
+        base: Folder of the warm start.
+        arm: Settings of the arm, with the bounds of the regime.
+        regime: An entry of `arms.REGIMES`.
+        seed: Of the training problems and of the trainer.
+        folder: Gets what is written on the way.
+
+    Returns:
+        What goes to the cell's JSON file.
+    """
     start = time.perf_counter()
     logging.disable_progress_bar()
     disable_progress_bars()
-    if regime.get("portable"):
+    is_portable = regime.get("portable", False)
+    if is_portable:
         portable_engine.install()
+
     trainer = make_trainer(base, arm, regime, seed, folder)
     held_out = list(islice(problems(1, held_out=True, count=numbers_of(regime)), HELD_OUT))
-    before = accuracy(trainer, held_out) if seed == 0 else None  # the same for all seeds
+
+    before = None
+    if seed == 0:
+        # The same for all seeds.
+        before = accuracy(trainer, held_out)
     trainer.train()
     after = accuracy(trainer, held_out)
-    # Those of older cells are engine scores alone.
-    scored = scores_of(trainer, arm, regime, folder) if regime.get("portable") else None
-    log = [row for row in trainer.state.log_history if "reward" in row]
-    names = sorted({name for row in log for name in row if name.startswith(KEPT)})
+
+    # Cells of the older regimes are scored by the engine; what rollout-only arms trained there is a bfloat16 model,
+    # which is scored, too.
+    scores = None
+    of_learner = None
+    if is_portable:
+        scores = scores_of(trainer, arm, regime, folder)
+    elif not arm.get("quantize_learner", True):
+        of_learner = learner_accuracy(trainer, held_out)
+
     return {
         "accuracy_before": before,
         "accuracy_after": after,
-        # What the rollout-only arms trained is a bfloat16 model; the other accuracies are of its quantization.
-        "accuracy_learner": learner_accuracy(trainer, held_out) if wants_learner(arm, regime) else None,
-        "scores": scored,
-        "log": {name: [_short(row.get(name)) for row in log] for name in names},
+        "accuracy_learner": of_learner,
+        "scores": scores,
+        "log": common.logged_columns(trainer.state.log_history, KEPT),
         "draws": DRAWS,
         "base_sha256": sha_of(base / WEIGHTS),
         "seconds": round(time.perf_counter() - start, 1),
@@ -69,35 +106,7 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
     }
 
 
-def wants_learner(arm: dict[str, Any], regime: dict[str, Any]) -> bool:
-    """Whether the learner is scored by transformers' `generate` in bfloat16: not where `scores` has it."""
-    return not regime.get("portable") and not arm.get("quantize_learner", True)
-
-
-def scores_of(trainer: QaRLTrainer, arm: dict[str, Any], regime: dict[str, Any], folder: Path) -> dict[str, float]:
-    """The scores of the trained master weights, as they are and in 4 bits."""
-    # `save_model` would write the low-bit weights.
-    masters = folder / "masters"
-    model = Qwen3ForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
-    trained = dict(trainer.model.named_parameters())
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(trained[name])
-    model.save_pretrained(masters)
-    # Another process, without the engine's process group, by which llm-compressor's AWQ would reduce.
-    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
-    script = Path(__file__).with_name("arms_scores.py")
-    ways = ("rounded", "gptq")
-    if arm.get("quant_scheme") == "none":
-        ways = ("rounded", "gptq", "awq")
-    command = [sys.executable, str(script), str(masters), json.dumps(regime), *ways]
-    lines = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout.splitlines()
-    return json.loads(lines[-1])
-
-
-def numbers_of(regime: dict[str, Any]) -> int:
-    """How many numbers a sum of a regime has."""
-    return regime.get("numbers", NUMBERS)
+# Training ------------------------------------------------------------------------------------------------------------
 
 
 class KPopTrainer(QaRLTrainer):
@@ -115,7 +124,31 @@ class KPopTrainer(QaRLTrainer):
 
 
 def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, folder: Path) -> QaRLTrainer:
-    """The trainer of a cell, its model with the outlier channels of the regime."""
+    """The trainer of a cell. `folder` gets its start: the model of `base` with the outlier channels of the regime."""
+    source = folder / "start"
+    model = Qwen3ForCausalLM.from_pretrained(base)
+    add_outliers(model, **regime["outliers"])
+    model.save_pretrained(source)
+    make_tokenizer().save_pretrained(source)
+
+    make: Any = QaRLTrainer
+    if "kpop" in arm:
+        make = partial(KPopTrainer, arm["kpop"])
+    training_problems = islice(problems(seed + 2, count=numbers_of(regime)), TRAINING)
+    trainer = make(
+        model=str(source),
+        reward_funcs=correct,
+        args=QaRLConfig(**settings_of(arm, regime, seed, folder)),
+        train_dataset=Dataset.from_list(list(training_problems)),
+    )
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def settings_of(arm: dict[str, Any], regime: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
+    """The arguments of `QaRLConfig`."""
     updates = regime["updates"]
     band = regime["band"]
     settings = {
@@ -144,53 +177,69 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
     }
     if regime.get("portable"):
         settings |= {"bf16": False, **STOCK}
+
+    # An arm in bfloat16 has no low bits to set.
     if arm.get("quant_scheme") == "none":
         settings = {name: value for name, value in settings.items() if not name.startswith("quant_")}
-    source = folder / "start"
-    model = Qwen3ForCausalLM.from_pretrained(base)
-    add_outliers(model, **regime["outliers"])
-    model.save_pretrained(source)
-    make_tokenizer().save_pretrained(source)
-    threshold = arm.get("kpop")
-    trainer = (QaRLTrainer if threshold is None else partial(KPopTrainer, threshold))(
-        model=str(source),
-        reward_funcs=correct,
-        args=QaRLConfig(**settings | {name: value for name, value in arm.items() if name != "kpop"}),
-        train_dataset=Dataset.from_list(list(islice(problems(seed + 2, count=numbers_of(regime)), 4096))),
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    return trainer
+    of_arm = {name: value for name, value in arm.items() if name != "kpop"}
+    return settings | of_arm
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
 
 
 def accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
-    """
-    Share of right answers of the training engine with the learner's current weights, at temperature 0.6 (Table 2).
-    """
+    """Share of right answers of the training engine with the learner's current weights."""
     from vllm import SamplingParams
 
     trainer.vllm_generation.sync_weights()
-    # One seed for all prompts would give every answer the same random numbers.
-    seeds = [prompt_seed(trainer.processing_class.encode(row["prompt"]), 0) for row in held_out]
-    length = trainer.args.max_completion_length
-    params = [SamplingParams(temperature=0.6, max_tokens=length, seed=seed) for seed in seeds]
-    outputs = trainer.vllm_generation.llm.generate([row["prompt"] for row in held_out], params, use_tqdm=False)
-    rewards = correct([output.outputs[0].text for output in outputs], [row["answer"] for row in held_out])
+    prompts = [row["prompt"] for row in held_out]
+    params = []
+    for prompt in prompts:
+        # One seed for all prompts would give every answer the same random numbers.
+        seed = prompt_seed(trainer.processing_class.encode(prompt), 0)
+        length = trainer.args.max_completion_length
+        params.append(SamplingParams(temperature=TEMPERATURE, max_tokens=length, seed=seed))
+
+    outputs = trainer.vllm_generation.llm.generate(prompts, params, use_tqdm=False)
+    texts = [output.outputs[0].text for output in outputs]
+    rewards = correct(texts, [row["answer"] for row in held_out])
     return sum(rewards) / len(rewards)
 
 
 def learner_accuracy(trainer: QaRLTrainer, held_out: list[dict[str, Any]]) -> float:
     """The same of the learner itself, in bfloat16, by transformers' `generate`."""
-    tokenizer, model = trainer.processing_class, trainer.model.eval()
-    ids = torch.tensor([tokenizer.encode(row["prompt"]) for row in held_out])  # prompts have one length
+    tokenizer = trainer.processing_class
+    model = trainer.model.eval()
+    # Prompts have one length.
+    ids = torch.tensor([tokenizer.encode(row["prompt"]) for row in held_out])
     length = trainer.args.max_completion_length
+
     torch.manual_seed(0)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        answers = model.generate(ids, do_sample=True, temperature=0.6, top_k=0, max_new_tokens=length)
+        answers = model.generate(ids, do_sample=True, temperature=TEMPERATURE, top_k=0, max_new_tokens=length)
     texts = tokenizer.batch_decode(answers[:, ids.shape[1] :], skip_special_tokens=True)
     rewards = correct(texts, [row["answer"] for row in held_out])
     return sum(rewards) / len(rewards)
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+def scores_of(trainer: QaRLTrainer, arm: dict[str, Any], regime: dict[str, Any], folder: Path) -> dict[str, float]:
+    """The scores of the trained master weights, as they are and in 4 bits."""
+    # `save_model` would write the low-bit weights.
+    masters = folder / "masters"
+    model = Qwen3ForCausalLM.from_pretrained(folder / "start", dtype=torch.float32)
+    trained = dict(trainer.model.named_parameters())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(trained[name])
+    model.save_pretrained(masters)
+
+    ways = ["rounded", "gptq"]
+    if arm.get("quant_scheme") == "none":
+        ways.append("awq")
+    script = Path(__file__).with_name("arms_scores.py")
+    command = [sys.executable, str(script), str(masters), json.dumps(regime), *ways]
+    # Another process, without the engine's process group, by which llm-compressor's AWQ would reduce.
+    environment = {name: value for name, value in os.environ.items() if name not in GROUP}
+    said = subprocess.run(command, check=True, env=environment, capture_output=True, text=True).stdout
+    return json.loads(said.splitlines()[-1])

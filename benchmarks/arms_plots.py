@@ -8,6 +8,7 @@ from typing import Any
 
 from arms import FOLDER, REGIMES
 from arms_table import read
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -25,12 +26,27 @@ ERRORS = Panel("Error tokens", "share of tokens", ("error_tokens/frac",))
 def mean_run(name: str, cells: list[dict[str, Any]], panels: tuple[Panel, ...]) -> LoggedRun:
     """The mean over seeds, rollout batch by rollout batch, as a run of a report."""
     rows: dict[int, dict[str, Any]] = {}
-    for metric in (metric for panel in panels for metric in panel.metrics):
-        curves = [cell["log"][metric] for cell in cells if metric in cell["log"]]
-        for step, values in enumerate(zip(*curves, strict=True), 1):
-            if known := [value for value in values if value is not None]:
-                rows.setdefault(step, {"step": step})[metric] = statistics.fmean(known)
+    for panel in panels:
+        for metric in panel.metrics:
+            for step, mean in mean_curve(cells, metric).items():
+                row = rows.setdefault(step, {"step": step})
+                row[metric] = mean
     return LoggedRun(name, list(rows.values()))
+
+
+def mean_curve(cells: list[dict[str, Any]], metric: str) -> dict[int, float]:
+    """The mean of a metric over the cells that log it, by rollout batch, from 1."""
+    means = {}
+    for step, values in enumerate(zip(*curves_of(cells, metric), strict=True), 1):
+        logged = [value for value in values if value is not None]
+        if logged:
+            means[step] = statistics.fmean(logged)
+    return means
+
+
+def curves_of(cells: list[dict[str, Any]], metric: str) -> list[list[float | None]]:
+    """A metric of the cells that log it, a value for each rollout batch."""
+    return [cell["log"][metric] for cell in cells if metric in cell["log"]]
 
 
 def draw_panels(panels: tuple[Panel, ...], runs: list[LoggedRun], columns: int) -> Figure:
@@ -47,23 +63,32 @@ def draw_panels(panels: tuple[Panel, ...], runs: list[LoggedRun], columns: int) 
 
 def draw_arms(regime: str) -> Figure:
     """Reward, mismatch, entropy and error tokens of the arms of a regime; thin lines are seeds."""
-    panels, cells = (REWARD, MISMATCH, ENTROPY, ERRORS), [read(regime, arm) for arm in SHOWN]
-    runs = [mean_run(f"{arm} ({len(of)} seeds)", of, panels) for arm, of in zip(SHOWN, cells, strict=True)]
+    panels = (REWARD, MISMATCH, ENTROPY, ERRORS)
+    cells_of_arms = [read(regime, arm) for arm in SHOWN]
+    runs = []
+    for arm, cells in zip(SHOWN, cells_of_arms, strict=True):
+        runs.append(mean_run(f"{arm} ({len(cells)} seeds)", cells, panels))
+
     figure = draw_panels(panels, runs, columns=2)
     for axis, panel in zip(figure.axes, panels, strict=True):
         axis.set_xlabel(f"rollout batch ({REGIMES[regime]['updates']} updates each)")
-        for colour, of in zip(COLOURS, cells, strict=False):
-            for curve in (cell["log"][name] for cell in of for name in panel.metrics if name in cell["log"]):
-                axis.plot(
-                    range(1, len(curve) + 1),
-                    [math.nan if v is None else v for v in curve],
-                    color=colour,
-                    linewidth=0.5,
-                    alpha=0.4,
-                )
+        for colour, cells in zip(COLOURS, cells_of_arms, strict=False):
+            for metric in panel.metrics:
+                draw_seeds(axis, curves_of(cells, metric), colour)
     return figure
 
 
-if __name__ == "__main__":
+def draw_seeds(axis: Axes, curves: list[list[float | None]], colour: str) -> None:
+    """A thin line for each curve, with gaps where there is no value."""
+    for curve in curves:
+        values = [math.nan if value is None else value for value in curve]
+        axis.plot(range(1, len(curve) + 1), values, color=colour, linewidth=0.5, alpha=0.4)
+
+
+def main() -> None:
     for regime in ("hard", "hot"):
         draw_arms(regime).savefig(FOLDER / f"{regime}.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

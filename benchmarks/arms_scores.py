@@ -20,7 +20,7 @@ from typing import Any
 import common  # finds the scripts of examples/
 import torch
 from arms import FOLDER, REGIMES, start_of
-from arms_task import HELD_OUT, NUMBERS, add_outliers, problems
+from arms_task import HELD_OUT, add_outliers, numbers_of, problems
 from datasets import Dataset
 from llmcompressor import oneshot
 from ptq import make_recipe
@@ -36,22 +36,26 @@ TEMPERATURE = 0.6  # as in the paper's Table 2
 
 def scores(folder: Path, regime: dict[str, Any], ways: list[str]) -> dict[str, float]:
     """
-    Shares of right answers, sampled by transformers in float32 with one seed.
+    Score a trained toy as it is and in 4 bits, by answers that transformers samples in float32 with one seed.
 
     Args:
-        folder: The trained toy.
+        folder: The toy.
         regime: An entry of `arms.REGIMES`.
-        ways: Keys of `WAYS`, besides which it is scored as it is.
+        ways: Keys of `WAYS`: how it is quantized.
+
+    Returns:
+        Shares of right answers, of "as it is" and of each way.
     """
     tokenizer = make_tokenizer()
-    held_out = list(islice(problems(1, held_out=True, count=regime.get("numbers", NUMBERS)), HELD_OUT))
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    held_out = list(islice(problems(1, held_out=True, count=numbers_of(regime)), HELD_OUT))
     length = regime["max_completion_length"]
-    made = {"as it is": accuracy(model, tokenizer, held_out, length)}
-    for name in ways:
-        quantized = quantize(model, tokenizer, WAYS[name], regime)
-        made[name] = accuracy(quantized, tokenizer, held_out, length)
-    return made
+
+    shares = {"as it is": accuracy(model, tokenizer, held_out, length)}
+    for way in ways:
+        quantized = quantize(model, tokenizer, WAYS[way], regime)
+        shares[way] = accuracy(quantized, tokenizer, held_out, length)
+    return shares
 
 
 def quantize(model: nn.Module, tokenizer: PreTrainedTokenizerFast, method: str, regime: dict[str, Any]) -> nn.Module:
@@ -71,10 +75,10 @@ def quantize(model: nn.Module, tokenizer: PreTrainedTokenizerFast, method: str, 
 
 def calibration_set(tokenizer: PreTrainedTokenizerFast, regime: dict[str, Any]) -> Dataset:
     """Training problems with their right solutions, as token ids."""
-    stream = problems(0, count=regime.get("numbers", NUMBERS))  # without slips a demonstration is right
     rows = []
-    for row in islice(stream, CALIBRATION):
-        ids = tokenizer.encode(row["prompt"] + row["demonstration"])
+    for problem in islice(problems(0, count=numbers_of(regime)), CALIBRATION):
+        # Without slips a demonstration is right.
+        ids = tokenizer.encode(problem["prompt"] + problem["demonstration"])
         rows.append({"input_ids": ids, "attention_mask": [1] * len(ids)})
     return Dataset.from_list(rows)
 
@@ -87,6 +91,7 @@ def accuracy(
     model.eval()
     # Prompts have one length.
     ids = torch.tensor([tokenizer.encode(row["prompt"]) for row in held_out])
+
     torch.manual_seed(0)
     answers = model.generate(ids, do_sample=True, temperature=TEMPERATURE, top_k=0, max_new_tokens=length)
     texts = tokenizer.batch_decode(answers[:, ids.shape[1] :], skip_special_tokens=True)
@@ -95,7 +100,7 @@ def accuracy(
 
 
 def score_start(name: str) -> None:
-    """What a regime begins with, scored as its trained models are, into a file beside its cells."""
+    """Score what a regime begins with, as its trained models are, into a file beside its cells."""
     from safetensors.torch import load_model
     from sums import make_model
 
@@ -103,14 +108,24 @@ def score_start(name: str) -> None:
     model = make_model(regime["start"], **regime["model"])
     load_model(model, FOLDER / f"{start_of(regime)}.safetensors")
     add_outliers(model, **regime["outliers"])
+
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        made = scores(Path(folder), regime, list(WAYS))
-    result = {"regime": name, "settings": regime, "scores": made, "machine": common.machine()}
+        shares = scores(Path(folder), regime, list(WAYS))
+
+    result = {"regime": name, "settings": regime, "scores": shares, "machine": common.machine()}
     (FOLDER / f"{name}_before.json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
 
 
-if __name__ == "__main__" and sys.argv[1] == "before":
-    score_start(sys.argv[2])
-elif __name__ == "__main__":
-    print(json.dumps(scores(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])))
+def main() -> None:
+    """Score the start of a regime, or a folder."""
+    if sys.argv[1] == "before":
+        score_start(sys.argv[2])
+        return
+
+    folder, regime, *ways = sys.argv[1:]
+    print(json.dumps(scores(Path(folder), json.loads(regime), ways)))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, FOLDER, LEVELS, REGIMES, arms_of, file_of
+from arms import ARMS, FOLDER, REGIMES, SEEDS, arms_of, file_of
 from real_table import markdown, put_tables
 
 
@@ -50,6 +50,8 @@ SHOWN_ARMS = (
 )
 NOT_SHOWN_OF_LONG = ("rollout-only GRPO without TIS", "QaRL GSPO")
 NOT_RUN = "not run"
+# The columns that the tables of all regimes have.
+FIGURES = ("reward", "collapsed", "mismatch, nats", "A < 0 above, %", "cut, %", "error tokens, %")
 # The paper's figures: Table 1 (math average, Qwen3-8B-Base); Table 3 (MATH-500, AIME 2025, AMC); Fig. 8 prints no
 # numbers.
 PAPER = {
@@ -61,65 +63,121 @@ PAPER = {
     "QaRL dual-clip GRPO": "curve: below TBPO",
     "QaRL MIS-GSPO": "curve: below TBPO",
 }
-LEVEL_NAMES = dict(
-    zip(LEVELS, ("bfloat16", "low bits, stock operations", "low bits, engine's operations"), strict=True)
-)
+# Arms that differ in what the learner computes with.
+LEVEL_NAMES = {
+    "rollout-only TBPO": "bfloat16",
+    "QaRL TBPO, stock operations": "low bits, stock operations",
+    "QaRL TBPO": "low bits, engine's operations",
+}
+
+
+# Figures of cells ----------------------------------------------------------------------------------------------------
 
 
 def read(regime: str, arm: str) -> list[Cell]:
-    """The cells of a row that were run, by seed."""
-    return [json.loads(path.read_text()) for seed in range(100) if (path := file_of(regime, arm, seed)).exists()]
+    """The cells of an arm that were run, by seed."""
+    cells = []
+    for seed in SEEDS:
+        path = file_of(regime, arm, seed)
+        if path.exists():
+            cells.append(json.loads(path.read_text()))
+    return cells
 
 
 def collapsed(cell: Cell) -> bool:
     """Whether the sampled reward of the last three rollout batches is below half of the best three in a row."""
     reward = cell["log"]["reward"]
-    return sum(reward[-3:]) < 0.5 * max(sum(reward[i : i + 3]) for i in range(len(reward) - 2))
+    sums = [sum(reward[first : first + 3]) for first in range(len(reward) - 2)]
+    return sums[-1] < 0.5 * max(sums)
 
 
 def mean_of(cell: Cell, name: str, last: int = 0) -> float | None:
-    """Mean of a logged column, or of its last entries; `None` where the arm does not log it."""
-    values = [value for value in cell["log"].get(name, [])[-last:] if value is not None]
-    return statistics.fmean(values) if values else None
+    """
+    Average a logged column.
+
+    Args:
+        cell: The cell.
+        name: Of the column.
+        last: Take its last entries only; 0: all.
+
+    Returns:
+        The mean, `None` where the arm does not log it.
+    """
+    column = cell["log"].get(name, [])
+    values = [value for value in column[-last:] if value is not None]
+    if not values:
+        return None
+    return statistics.fmean(values)
 
 
 def neg_high(cell: Cell) -> str:
     """
     Name of the share beyond TBPO's upper bound of negatives: with TBPO, whose own bound it is, it has no "paper_".
     """
-    return next(name for name in ("ratio/paper_neg_high_frac", "ratio/neg_high_frac") if name in cell["log"])
+    if "ratio/paper_neg_high_frac" in cell["log"]:
+        return "ratio/paper_neg_high_frac"
+    return "ratio/neg_high_frac"
+
+
+def percent(share: float | None) -> float | None:
+    """A share in percent."""
+    return None if share is None else 100 * share
 
 
 def spread(cells: list[Cell], value: Callable[[Cell], float | None], form: str) -> str:
-    """`mean ± standard deviation` over seeds; the mean alone of one seed, and where the deviation rounds to 0."""
-    values = [v for cell in cells if (v := value(cell)) is not None]
+    """
+    Write `mean ± standard deviation` over seeds; the mean alone of one seed, and where the deviation rounds to 0.
+
+    Args:
+        cells: Of one arm.
+        value: A cell's figure, or `None`.
+        form: Format of both, as "{:.1f}".
+    """
+    values = [figure for figure in map(value, cells) if figure is not None]
     if not values:
         return "-"
+
     mean = form.format(statistics.fmean(values))
-    deviation = form.format(statistics.stdev(values)) if len(values) > 1 else "0"
-    return f"{mean} ± {deviation}" if float(deviation) else mean
-
-
-def row(arm: str, cells: list[Cell]) -> list[str]:
-    """One line of a regime's table."""
-    return [
-        arm,
-        accuracies(cells, "{:.1f}"),
-        spread(cells, lambda c: 100 * c["accuracy_after"], "{:.1f}"),
-        spread(cells, lambda c: c.get("accuracy_learner") and 100 * c["accuracy_learner"], "{:.1f}"),
-        spread(cells, lambda c: mean_of(c, "reward", 3), "{:.2f}"),
-        f"{sum(map(collapsed, cells))} of {len(cells)}",
-        spread(cells, lambda c: mean_of(c, "mismatch/logp_diff_mean"), "{:.1g}"),
-        spread(cells, lambda c: 100 * mean_of(c, neg_high(c)), "{:.1f}"),
-        spread(cells, lambda c: 100 * mean_of(c, "completions/clipped_ratio", 3), "{:.1f}"),
-        spread(cells, lambda c: 100 * mean_of(c, "error_tokens/frac", 3), "{:.2f}"),
-        PAPER.get(arm, "-"),
-    ]
+    if len(values) == 1:
+        return mean
+    deviation = form.format(statistics.stdev(values))
+    if float(deviation) == 0:
+        return mean
+    return f"{mean} ± {deviation}"
 
 
 def accuracies(cells: list[Cell], form: str) -> str:
     """Percent of the held-out problems that are right, a figure for each seed."""
     return ", ".join(form.format(100 * cell["accuracy_after"]) for cell in cells) or "-"
+
+
+def mean_accuracy(cells: list[Cell], form: str) -> str:
+    """The same as a mean over seeds."""
+    return spread(cells, lambda cell: 100 * cell["accuracy_after"], form)
+
+
+def deployed_accuracy(cells: list[Cell], way: str, form: str) -> str:
+    """Percent of right answers of the trained weights "as it is" or quantized in one way, over seeds."""
+    return spread(cells, lambda cell: percent(cell["scores"].get(way)), form)
+
+
+def mean_mismatch(cells: list[Cell]) -> str:
+    """Nats per token, over seeds."""
+    return spread(cells, lambda cell: mean_of(cell, "mismatch/logp_diff_mean"), "{:.1g}")
+
+
+def starts_of(regime: str) -> dict[str, float]:
+    """Share of right answers before training, of the bf16 model and of the quantized one."""
+    shares: dict[str, float] = {}
+    for arm in ARMS:
+        model = "bf16" if arm.startswith("bf16") else "quantized"
+        for cell in read(regime, arm):
+            if cell["accuracy_before"] is not None:
+                shares.setdefault(model, cell["accuracy_before"])
+    return shares
+
+
+# Tables for users ----------------------------------------------------------------------------------------------------
 
 
 def users_table() -> str:
@@ -128,8 +186,7 @@ def users_table() -> str:
     rows = []
     for regime in USERS_REGIMES:
         row = [regime, f"{100 * starts_of(regime)['quantized']:.0f}"]
-        for arm in SHOWN_ARMS:
-            row.append(spread(read(regime, arm), lambda c: 100 * c["accuracy_after"], "{:.0f}"))
+        row += [mean_accuracy(read(regime, arm), "{:.0f}") for arm in SHOWN_ARMS]
         rows.append(row)
     return markdown(header, rows)
 
@@ -138,48 +195,24 @@ def users_long_table(regime: str) -> str:
     """Accuracy of the arms of a long regime by how their weights are deployed."""
     ways = ("as it is", "rounded", "gptq")
     before = json.loads((FOLDER / f"{regime}_before.json").read_text())["scores"]
-    rows = [["before training", *(f"{100 * before[name]:.0f}" for name in ways)]]
+    of_start = [f"{100 * before[way]:.0f}" for way in ways]
+
+    rows = [["before training", *of_start]]
     for arm in arms_of(regime):
         if arm in NOT_SHOWN_OF_LONG:
             continue
         cells = read(regime, arm)
-        shown = [arm]
-        for name in ways:
-            shown.append(spread(cells, lambda c, name=name: percent(c["scores"][name]), "{:.0f}"))
-        rows.append(shown)
+        deployed = [deployed_accuracy(cells, way, "{:.0f}") for way in ways]
+        rows.append([arm, *deployed])
     return markdown(["trained by", "unquantized", "rounded", "GPTQ"], rows)
 
 
-def starts_of(regime: str) -> dict[str, float]:
-    """Share of right answers before training, of the bf16 model and of the quantized one."""
-    shares = {}
-    for arm in ARMS:
-        for cell in read(regime, arm):
-            if cell["accuracy_before"] is not None:
-                shares.setdefault("bf16" if arm.startswith("bf16") else "quantized", cell["accuracy_before"])
-    return shares
-
-
-def starts(regime: str) -> str:
-    """A line below a regime's table."""
-    shown = ", ".join(f"{name} {100 * value:.1f}" for name, value in sorted(starts_of(regime).items()))
-    return f"Before training: {shown or NOT_RUN}."
+# Tables of a regime --------------------------------------------------------------------------------------------------
 
 
 def regime_table(regime: str) -> str:
     """The arms of a regime, one a line."""
-    header = [
-        "arm",
-        "accuracy by seed, %",
-        "mean",
-        "of the learner",
-        "reward",
-        "collapsed",
-        "mismatch, nats",
-        "A < 0 above, %",
-        "cut, %",
-        "error tokens, %",
-    ]
+    header = ["arm", "accuracy by seed, %", "mean", "of the learner", *FIGURES]
     if regime == "hard":
         header.append("paper, %")  # the same for every regime
 
@@ -188,11 +221,40 @@ def regime_table(regime: str) -> str:
     for arm in ARMS:
         cells = read(regime, arm)
         if cells:
-            rows.append(row(arm, cells)[: len(header)])
+            rows.append(_row(arm, cells)[: len(header)])
         elif arm in arms_of(regime):
             missing.append(arm)
+    return f"{markdown(header, rows)}\n\n{_note(regime, missing)}"
 
-    text = markdown(header, rows) + f"\n\n{starts(regime)}"
+
+def _row(arm: str, cells: list[Cell]) -> list[str]:
+    """One line of `regime_table`, with the paper's figure."""
+    return [
+        arm,
+        accuracies(cells, "{:.1f}"),
+        mean_accuracy(cells, "{:.1f}"),
+        spread(cells, lambda cell: percent(cell.get("accuracy_learner")), "{:.1f}"),
+        *_figures(cells),
+        PAPER.get(arm, "-"),
+    ]
+
+
+def _figures(cells: list[Cell]) -> list[str]:
+    """The cells of `FIGURES` in a line."""
+    return [
+        spread(cells, lambda cell: mean_of(cell, "reward", 3), "{:.2f}"),
+        f"{sum(map(collapsed, cells))} of {len(cells)}",
+        mean_mismatch(cells),
+        spread(cells, lambda cell: 100 * mean_of(cell, neg_high(cell)), "{:.1f}"),
+        spread(cells, lambda cell: 100 * mean_of(cell, "completions/clipped_ratio", 3), "{:.1f}"),
+        spread(cells, lambda cell: 100 * mean_of(cell, "error_tokens/frac", 3), "{:.2f}"),
+    ]
+
+
+def _note(regime: str, missing: list[str]) -> str:
+    """The line below a regime's table: what its arms start from, and which were not run."""
+    shares = [f"{model} {100 * share:.1f}" for model, share in sorted(starts_of(regime).items())]
+    text = f"Before training: {', '.join(shares) or NOT_RUN}."
     if missing:
         text += f" Not run: {'; '.join(missing)}."
     return text
@@ -200,51 +262,47 @@ def regime_table(regime: str) -> str:
 
 def long_table(regime: str) -> str:
     """The arms of a long regime, one a line, and what each deployment of their weights scores."""
-    header = ["arm", "seeds", "engine, by seed, %", "as it is", "rounded", "GPTQ", "AWQ", "reward", "collapsed"]
-    header += ["mismatch, nats", "A < 0 above, %", "cut, %", "error tokens, %"]
-
+    header = ["arm", "seeds", "engine, by seed, %", "as it is", "rounded", "GPTQ", "AWQ", *FIGURES]
     rows = []
     missing = []
     for arm in arms_of(regime):
         cells = read(regime, arm)
-        if cells:
-            rows.append(_long_row(arm, cells))
-        else:
+        if not cells:
             missing.append(arm)
-
-    text = markdown(header, rows) + f"\n\n{starts(regime)}"
-    if missing:
-        text += f" Not run: {'; '.join(missing)}."
-    return text
-
-
-def _long_row(arm: str, cells: list[Cell]) -> list[str]:
-    """One line of `long_table`."""
-    shown = [arm, str(len(cells)), accuracies(cells, "{:.0f}")]
-    for name in ("as it is", "rounded", "gptq", "awq"):
-        shown.append(spread(cells, lambda c, name=name: percent(c["scores"].get(name)), "{:.1f}"))
-    return shown + row(arm, cells)[4:-1]
-
-
-def percent(share: float | None) -> float | None:
-    """A share in percent."""
-    return None if share is None else 100 * share
+            continue
+        deployed = [deployed_accuracy(cells, way, "{:.1f}") for way in ("as it is", "rounded", "gptq", "awq")]
+        rows.append([arm, str(len(cells)), accuracies(cells, "{:.0f}"), *deployed, *_figures(cells)])
+    return f"{markdown(header, rows)}\n\n{_note(regime, missing)}"
 
 
 def long_differences(regime: str) -> str:
     """Differences of two arms of a long regime, paired by seed."""
     header = ["what is compared", "pairs", "points", "pairs above 0", "range"]
     rows = []
-    for text, (base, base_score), (other, other_score) in COMPARED:
-        before = {cell["seed"]: cell["scores"][base_score] for cell in read(regime, base)}
-        after = {cell["seed"]: cell["scores"][other_score] for cell in read(regime, other)}
-        differences = [100 * (after[seed] - before[seed]) for seed in sorted(before.keys() & after.keys())]
-        rows.append([text, str(len(differences)), *summary(differences)])
+    for text, first, second in COMPARED:
+        before = scores_by_seed(regime, *first)
+        after = scores_by_seed(regime, *second)
+        seeds = sorted(before.keys() & after.keys())
+        points = [100 * (after[seed] - before[seed]) for seed in seeds]
+        rows.append([text, str(len(points)), *summary(points)])
     return markdown(header, rows)
 
 
+def scores_by_seed(regime: str, arm: str, way: str) -> dict[int, float]:
+    """Share of right answers of an arm's weights, deployed in one way."""
+    return {cell["seed"]: cell["scores"][way] for cell in read(regime, arm)}
+
+
 def summary(differences: list[float]) -> list[str]:
-    """Mean with its standard error over seeds (of two and fewer all are printed), pairs above 0, and range."""
+    """
+    Write the cells of a line about some pairs.
+
+    Args:
+        differences: In points, a figure for each pair.
+
+    Returns:
+        Mean with its standard error over seeds (of two and fewer all are printed), pairs above 0, and range.
+    """
     if not differences:
         return [NOT_RUN] * 3
 
@@ -261,35 +319,39 @@ def level_table() -> str:
     rows = []
     for regime in ("hard", "w4a8"):
         scheme = REGIMES[regime]["quantization"]["quant_scheme"]
-        for arm in LEVELS:
+        for arm, learner in LEVEL_NAMES.items():
             cells = read(regime, arm)
-            values = [NOT_RUN] * 3
+            figures = [NOT_RUN] * 3
             if cells:
-                values = [
-                    spread(cells, lambda c: 100 * c["accuracy_after"], "{:.1f}"),
-                    spread(cells, lambda c: mean_of(c, "mismatch/logp_diff_mean"), "{:.1g}"),
-                    spread(cells, lambda c: mean_of(c, "mismatch/kl_k3"), "{:.1g}"),
-                ]
-            rows.append([scheme, LEVEL_NAMES[arm], str(len(cells)), *values])
+                divergence = spread(cells, lambda cell: mean_of(cell, "mismatch/kl_k3"), "{:.1g}")
+                figures = [mean_accuracy(cells, "{:.1f}"), mean_mismatch(cells), divergence]
+            rows.append([scheme, learner, str(len(cells)), *figures])
     return markdown(["scheme", "learner", "seeds", "accuracy, %", "mismatch, nats", "KL, nats"], rows)
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
 
 
 def tables() -> dict[str, str]:
     """All tables by their marks."""
-    made = {regime: regime_table(regime) for regime in SHOWN_REGIMES}
-    made |= {regime: long_table(regime) for regime in LONG_REGIMES}
-    made |= {f"{regime}, pairs": long_differences(regime) for regime in LONG_REGIMES}
-    made["alignment"] = level_table()
-    made["toy"] = users_table()
-    made["toy, long"] = users_long_table("long")
-    return {f"<!-- table: {name} -->\n": text for name, text in made.items()}
+    by_name = {}
+    for regime in SHOWN_REGIMES:
+        by_name[regime] = regime_table(regime)
+    for regime in LONG_REGIMES:
+        by_name[regime] = long_table(regime)
+        by_name[f"{regime}, pairs"] = long_differences(regime)
+    by_name["alignment"] = level_table()
+    by_name["toy"] = users_table()
+    by_name["toy, long"] = users_long_table("long")
+    return {f"<!-- table: {name} -->\n": text for name, text in by_name.items()}
 
 
 def main() -> None:
     made = tables()
     for page in PAGES:
         put_tables(page, made)
-    print(f"{len(list(FOLDER.glob('*/*.json')))} cells in {FOLDER}")
+    cells = list(FOLDER.glob("*/*.json"))
+    print(f"{len(cells)} cells in {FOLDER}")
 
 
 if __name__ == "__main__":

@@ -7,19 +7,23 @@ from __future__ import annotations
 import random
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from sums import make_model, make_tokenizer
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from warm_start import completion_loss
 
 
 NUMBERS = 8  # of a sum: an answer has 118 tokens
 HELD_OUT = 256  # problems by which an arm is scored
-BATCH, RATE = 32, 2e-3  # of the supervised phase
+# Of the supervised phase.
+BATCH = 32
+RATE = 2e-3
 
 
 # Task ---------------------------------------------------------------------------------------------------------------
@@ -27,33 +31,73 @@ BATCH, RATE = 32, 2e-3  # of the supervised phase
 
 def work(numbers: list[int], forgets: Iterator[bool] | None = None) -> str:
     """
-    The working of a sum modulo 100: every line repeats what is left of the problem, filled up with zeros.
+    Work a sum modulo 100: every line repeats what is left of the problem, filled up with zeros.
 
-    `17+5+8` is worked as `22+8+0=30+0+0`; `forgets` says of each carry whether it is forgotten.
+    Args:
+        numbers: What is added: 17, 5 and 8 are worked as `22+8+0=30+0+0`.
+        forgets: Says of each carry whether it is forgotten.
     """
-    total, lines = numbers[0], []
-    for i, number in enumerate(numbers[1:], start=2):
+    total = numbers[0]
+    lines = []
+
+    for position, number in enumerate(numbers[1:], start=2):
         carries = total % 10 + number >= 10
-        total = (total + number - (10 if carries and forgets is not None and next(forgets) else 0)) % 100
-        lines.append("+".join([f"{total:02d}", *map(str, numbers[i:]), *["0"] * (i - 1)]))
+        total += number
+        # Asked last, so that a slip is drawn only where there is a carry to forget.
+        if carries and forgets is not None and next(forgets):
+            total -= 10
+        total %= 100
+
+        still_to_add = map(str, numbers[position:])
+        zeros = ["0"] * (position - 1)
+        lines.append("+".join([f"{total:02d}", *still_to_add, *zeros]))
     return "=".join(lines)
 
 
 def problems(
     seed: int, forgotten: float = 0.0, held_out: bool = False, count: int = NUMBERS
 ) -> Iterator[dict[str, Any]]:
-    """Sums of `count` numbers with their answer (the last line) and a demonstration that forgets some carries."""
-    rng, slips = random.Random(seed), random.Random(seed + 1)
-    coin = iter(lambda: slips.random() < forgotten, None)
+    """
+    Draw sums, without end. The order of the draws is part of what a seed gives.
+
+    Args:
+        seed: Of the numbers and of the slips.
+        forgotten: Share of carries that a demonstration forgets.
+        held_out: Draw from the held-out fifth of all sums; else from the others.
+        count: Numbers of a sum.
+
+    Yields:
+        `prompt`, `answer` (the last line of the working) and `demonstration`, the working with its slips.
+    """
+    numbers_of_seed = random.Random(seed)
+    slips_of_seed = random.Random(seed + 1)
+
+    def coin() -> Iterator[bool]:
+        while True:
+            yield slips_of_seed.random() < forgotten
+
+    forgets = coin()
     while True:
-        numbers = [rng.randint(10, 99), *(rng.randint(1, 9) for _ in range(count - 1))]
-        if (zlib.crc32(repr(numbers).encode()) % 5 == 0) == held_out:
-            solution = work(numbers)
-            yield {
-                "prompt": "+".join(map(str, numbers)) + "=",
-                "answer": solution.rsplit("=", 1)[1],
-                "demonstration": work(numbers, coin),
-            }
+        numbers = [numbers_of_seed.randint(10, 99)]
+        for _ in range(count - 1):
+            numbers.append(numbers_of_seed.randint(1, 9))
+
+        # The sum decides, not the seed, so streams of different seeds have the same split.
+        is_held_out = zlib.crc32(repr(numbers).encode()) % 5 == 0
+        if is_held_out != held_out:
+            continue
+
+        solution = work(numbers)
+        yield {
+            "prompt": "+".join(map(str, numbers)) + "=",
+            "answer": solution.rsplit("=", 1)[1],
+            "demonstration": work(numbers, forgets),
+        }
+
+
+def numbers_of(regime: dict[str, Any]) -> int:
+    """How many numbers a sum of a regime has."""
+    return regime.get("numbers", NUMBERS)
 
 
 # Model --------------------------------------------------------------------------------------------------------------
@@ -61,12 +105,18 @@ def problems(
 
 def warm_start(folder: Path, regime: dict[str, Any], kept: Path) -> None:
     """
-    Write the model that all arms and seeds of a regime start from: with the weights of the file `kept`, if it is
-    there.
+    Write the model that all arms and seeds of a regime start from.
+
+    Args:
+        folder: Gets model and tokenizer.
+        regime: An entry of `arms.REGIMES`.
+        kept: A file of weights. If it is there, they are copied and nothing is trained.
     """
-    model, tokenizer = make_model(regime["start"], **regime["model"]), make_tokenizer()
+    model = make_model(regime["start"], **regime["model"])
+    tokenizer = make_tokenizer()
     if not kept.exists():
         _train(model, tokenizer, regime)
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if kept.exists():
@@ -74,14 +124,24 @@ def warm_start(folder: Path, regime: dict[str, Any], kept: Path) -> None:
 
 
 def _train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, regime: dict[str, Any]) -> None:
-    count = regime.get("numbers", NUMBERS)
-    stream, steps = problems(100 * regime["start"], regime["forgotten"], count=count), regime["warm_steps"]
+    """Train the model on demonstrations of a regime."""
+    steps = regime["warm_steps"]
+
+    def share_of_rate(step: int) -> float:
+        """It rises for 30 steps, and falls in the last two fifths."""
+        rising = (step + 1) / 30
+        falling = (steps - step) / (0.4 * steps)
+        return min(1.0, rising, max(0.02, falling))
+
+    stream = problems(100 * regime["start"], regime["forgotten"], count=numbers_of(regime))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / 30, max(0.02, (steps - step) / (0.4 * steps)))
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
+
     for step in range(steps):
-        rows = [(row["prompt"], row["demonstration"]) for row, _ in zip(stream, range(BATCH), strict=False)]
+        rows = [(row["prompt"], row["demonstration"]) for row in islice(stream, BATCH)]
+        # Drawn and not used: so the starts of the committed cells were made.
+        next(stream)
+
         loss = completion_loss(model, tokenizer, rows)
         optimizer.zero_grad()
         loss.backward()
@@ -93,39 +153,63 @@ def _train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, regime: 
 
 
 @torch.no_grad()
-def add_outliers(model: torch.nn.Module, channels: int, factor: int) -> None:
+def add_outliers(model: nn.Module, channels: int, factor: int) -> None:
     """
     Give some inputs of the projections that follow a norm `factor` times the weight, and the norm the inverse.
 
     With a power of two the function of the unquantized model stays the same bit by bit; a scale that these weights
     share with others grows, as it does with the outlier channels of large models.
+
+    Args:
+        model: A Qwen3 model, which is changed.
+        channels: How many inputs.
+        factor: A power of two.
     """
     for layer in model.model.layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        for norm, readers in (
-            (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
-            (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
-        ):
-            chosen = torch.randperm(norm.weight.numel(), generator=torch.Generator().manual_seed(0))[:channels]
-            norm.weight[chosen] /= factor
-            for reader in readers:
-                reader.weight[:, chosen] *= factor
+        of_attention = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        of_mlp = (layer.mlp.gate_proj, layer.mlp.up_proj)
+        _scale_channels(layer.input_layernorm, of_attention, channels, factor)
+        _scale_channels(layer.post_attention_layernorm, of_mlp, channels, factor)
+
+
+def _scale_channels(norm: nn.Module, readers: Iterable[nn.Module], channels: int, factor: int) -> None:
+    """Move a factor of some channels from a norm to the projections that read it."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(norm.weight.numel(), generator=generator)[:channels]
+
+    norm.weight[chosen] /= factor
+    for reader in readers:
+        reader.weight[:, chosen] *= factor
 
 
 # A loss that TRL lacks -----------------------------------------------------------------------------------------------
 
 
-def kept_by_kpop(learner: torch.Tensor, engine: torch.Tensor, threshold: float) -> torch.Tensor:
+def kept_by_kpop(learner: Tensor, engine: Tensor, threshold: float) -> Tensor:
     """
-    Which tokens count by KPop (https://ringtech.notion.site/kpop).
+    Choose the tokens that count by KPop (https://ringtech.notion.site/kpop).
 
     Learner and engine are compared as two coins, this token or another: KL(p | q) and KL(q | p) must be at most the
-        threshold.
+    threshold.
 
     Args:
-        learner, engine (`torch.Tensor`): Log-probs of the sampled tokens, float32, `(B, T)`.
-        threshold (`float`): In nats; the authors' is 0.1.
+        learner: Log-probs of the sampled tokens, float32, `(B, T)`.
+        engine: The same by the engine.
+        threshold: In nats; the authors' is 0.1.
+
+    Returns:
+        Whether each token counts, `(B, T)`.
     """
-    p, q = (logps.double().exp().clamp(1e-6, 1 - 1e-6) for logps in (learner, engine))
-    up, down = (p / q).log(), ((1 - p) / (1 - q)).log()
-    return (p * up + (1 - p) * down <= threshold) & (-q * up - (1 - q) * down <= threshold)
+    p = _probability(learner)
+    q = _probability(engine)
+    of_token = (p / q).log()
+    of_another = ((1 - p) / (1 - q)).log()
+
+    is_near = p * of_token + (1 - p) * of_another <= threshold
+    is_near_back = -q * of_token - (1 - q) * of_another <= threshold
+    return is_near & is_near_back
+
+
+def _probability(logps: Tensor) -> Tensor:
+    """In float64, and neither 0 nor 1, whose logarithms are infinite."""
+    return logps.double().exp().clamp(1e-6, 1 - 1e-6)

@@ -9,17 +9,15 @@ import itertools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import bad_inputs
 import common
 import yaml
-from bad_inputs import parts
+from bad_inputs import FILES, Case, parts, read_settings
 
-
-Case = tuple[str, Any, list[str]]
 
 # Files with a data set, each line of a file within bars.
 ROWS = r"""
@@ -272,131 +270,160 @@ MANIFESTS = [
 ]
 
 
-def data_cases(place: Path, command: Callable[..., list[str]]) -> Iterator[Case]:
-    """Data sets."""
-    for text in parts(ROWS):
-        (place / "rows.jsonl").write_text(text)
-        yield "data: rows", text, command({"dataset_name_or_path": str(place / "rows.jsonl")})
+class Inputs:
+    """
+    Wrong inputs, whose files are made when it is their turn.
 
-    # Content of another kind than the name says.
-    for name in ("rows.parquet", "rows.json", "rows.jsonl"):
-        for content in (b"", b"PAR1", b"\x00" * 50, b"\xff\xfe{\x00}\x00", b"\x1f\x8b\x08"):
-            (place / name).write_bytes(content)
-            yield "data: rows", f"{name} {content!r}", command({"dataset_name_or_path": str(place / name)})
+    Args:
+        place: A folder with what `bad_inputs.prepare` makes.
+        recipe: What it returns.
+    """
 
-    for split in SPLITS:
-        yield "data: split", split, command({"dataset_split": split})
+    def __init__(self, place: Path, recipe: dict[str, Any]) -> None:
+        self.place = place
+        self.recipe = recipe
+        self.names = {name: str(place / path) for name, path in FILES.items()}
+        # The recipe of an input, and the model of one.
+        self.file = place / "wrong.yaml"
+        self.copy = place / "copy"
+        # The commands that read a model take turns.
+        self.reading = itertools.cycle(("export", "eval", "train"))
 
-    (place / "gone.jsonl").symlink_to(place / "nowhere.jsonl")
-    yield "data: rows", "a link to nothing", command({"dataset_name_or_path": str(place / "gone.jsonl")})
+    def command(self, changes: dict[str, Any]) -> list[str]:
+        """Write the recipe with some changes. Returns the line that trains by it."""
+        self.file.write_text(yaml.safe_dump(self.recipe | changes, allow_unicode=True))
+        return ["train", "--config", str(self.file)]
+
+    def data(self) -> Iterator[Case]:
+        """Data sets."""
+        rows = self.place / "rows.jsonl"
+        for text in parts(ROWS):
+            rows.write_text(text)
+            yield "data: rows", text, self.command({"dataset_name_or_path": str(rows)})
+
+        # Content of another kind than the name says.
+        for name in ("rows.parquet", "rows.json", "rows.jsonl"):
+            path = self.place / name
+            for content in (b"", b"PAR1", b"\x00" * 50, b"\xff\xfe{\x00}\x00", b"\x1f\x8b\x08"):
+                path.write_bytes(content)
+                yield "data: rows", f"{name} {content!r}", self.command({"dataset_name_or_path": str(path)})
+
+        for split in SPLITS:
+            yield "data: split", split, self.command({"dataset_split": split})
+
+        link = self.place / "gone.jsonl"
+        link.symlink_to(self.place / "nowhere.jsonl")
+        yield "data: rows", "a link to nothing", self.command({"dataset_name_or_path": str(link)})
+
+    def recipes(self) -> Iterator[Case]:
+        """Recipes: text, settings, and those of llm-compressor."""
+        line = ["train", "--config", str(self.file)]
+        good = yaml.safe_dump(yaml.safe_load((self.place / "recipe.yaml").read_text()))
+        for text in TEXTS:
+            # After a good recipe, so that only this is wrong; but for texts that are no lines of one.
+            is_whole = text.startswith(("---", "%", "- ", "true", "3"))
+            self.file.write_text(text if is_whole else f"{good}{text}\n")
+            yield "recipe: text", text, line
+        for content in BYTES:
+            self.file.write_bytes(content)
+            yield "recipe: text", repr(content), line
+
+        for part in parts(SETTINGS):
+            text = self._with_paths(part)
+            yield "recipe: settings", text, self.command(read_settings(text))
+
+        modifier = self.place / "modifier.yaml"
+        for text in MODIFIERS:
+            modifier.write_text(text)
+            yield "recipe: quant_recipe", text, self.command({"quant_recipe": str(modifier)})
+
+    def _with_paths(self, text: str) -> str:
+        """A text with the paths of the files that it names in braces; other braces stay."""
+        for name, path in self.names.items():
+            text = text.replace(f"{{{name}}}", path)
+        return text
+
+    def options(self) -> Iterator[Case]:
+        """Command lines."""
+        for line in OPTIONS.strip().splitlines():
+            head, _, rest = line.partition(": ")
+            for part in rest.split(" | "):
+                text = f"{head} {part}"
+                yield "options", text, [word.format(**self.names) for word in text.split()]
+
+    def models(self) -> Iterator[Case]:
+        """Files of a model."""
+        model = Path(self.names["model"])
+        config = json.loads((model / "config.json").read_text())
+        for part in parts(CONFIGS):
+            changed = config | read_settings(part)
+            yield "model: config.json", part, self.with_file("config.json", json.dumps(changed))
+        for text in JSONS:
+            for file in ("model.safetensors.index.json", "tokenizer.json", "config.json"):
+                yield f"model: {file}", text, self.with_file(file, text)
+        for text in ("", "\x00" * 8, "\xff" * 16, '{"a": 1}', "A" * 4000):
+            yield "model: weights", text[:8], self.with_file("model.safetensors", text)
+
+        # An export runs no template.
+        self.reading = itertools.cycle(("eval", "train"))
+        tokenizer = json.loads((model / "tokenizer_config.json").read_text())
+        for text in TEMPLATES:
+            content = json.dumps(tokenizer | {"chat_template": text})
+            yield "model: chat template", text, self.with_file("tokenizer_config.json", content, conversational=True)
+
+    def with_file(self, file: str, content: str, **settings: Any) -> list[str]:
+        """Copy the model with another file. Returns the line of the next command; `settings` are for `train`."""
+        shutil.rmtree(self.copy, ignore_errors=True)
+        shutil.copytree(self.names["model"], self.copy)
+        (self.copy / file).write_text(content)
+
+        command = next(self.reading)
+        if command == "train":
+            return self.command({"model_name_or_path": str(self.copy), **settings})
+        if command == "export":
+            return ["export", str(self.copy), self.names["out"]]
+        return ["eval", str(self.copy), "--suite", self.names["data"], "--max_new_tokens", "8"]
+
+    def runs(self) -> Iterator[Case]:
+        """Files of a run and its checkpoint."""
+        run = self.place / "old"
+        for text in LOGS:
+            shutil.rmtree(run, ignore_errors=True)
+            run.mkdir()
+            (run / "trainer_state.json").write_text(text)
+            yield "run: log", text, ["report", str(run), "--output_dir", str(self.place / "page")]
+
+        checkpoint = run / "checkpoint-1"
+        for text in (*MANIFESTS, *LOGS[:4]):
+            # "[]" and "null" are in both lists: they are tried as a manifest twice, as in the committed figures.
+            file = "manifest.json" if text in MANIFESTS else "trainer_state.json"
+            shutil.rmtree(run, ignore_errors=True)
+            shutil.copytree(self.names["checkpoint"], checkpoint)
+            (checkpoint / file).write_text(text)
+            yield f"checkpoint: {file}", text, self.command({"resume_from_checkpoint": str(checkpoint)})
 
 
-def recipe_cases(place: Path, file: Path, names: dict[str, str], command: Callable[..., list[str]]) -> Iterator[Case]:
-    """Recipes: text, settings, and those of llm-compressor."""
-    good = yaml.safe_dump(yaml.safe_load((place / "recipe.yaml").read_text()))
-    for text in TEXTS:
-        # After a good recipe, so that only this is wrong.
-        file.write_text(f"{good}{text}\n" if not text.startswith(("---", "%", "- ", "true", "3")) else text)
-        yield "recipe: text", text, ["train", "--config", str(file)]
-    for content in BYTES:
-        file.write_bytes(content)
-        yield "recipe: text", repr(content), ["train", "--config", str(file)]
-
-    for part in parts(SETTINGS):
-        for name, path in names.items():
-            part = part.replace(f"{{{name}}}", path)
-        yield "recipe: settings", part, command(yaml.safe_load(f"{{{part}}}"))
-
-    for text in MODIFIERS:
-        (place / "modifier.yaml").write_text(text)
-        yield "recipe: quant_recipe", text, command({"quant_recipe": str(place / "modifier.yaml")})
-
-
-def option_cases(names: dict[str, str]) -> Iterator[Case]:
-    """Command lines."""
-    for line in OPTIONS.strip().splitlines():
-        head, _, rest = line.partition(": ")
-        for part in rest.split(" | "):
-            yield "options", f"{head} {part}", [word.format(**names) for word in f"{head} {part}".split()]
-
-
-def model_cases(place: Path, model: Path, data: Path, command: Callable[..., list[str]]) -> Iterator[Case]:
-    """Files of a model, which one command after the other reads."""
-    copy = place / "copy"
-    number = 0
-
-    def damaged(file: str, content: str) -> list[str]:
-        nonlocal number
-        number += 1
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(model, copy)
-        (copy / file).write_text(content)
-        commands = [
-            command({"model_name_or_path": str(copy)}),
-            ["export", str(copy), str(place / "out")],
-            ["eval", str(copy), "--suite", str(data), "--max_new_tokens", "8"],
-        ]
-        return commands[number % len(commands)]
-
-    config = json.loads((model / "config.json").read_text())
-    for part in parts(CONFIGS):
-        changed = config | yaml.safe_load(f"{{{part}}}")
-        yield "model: config.json", part, damaged("config.json", json.dumps(changed))
-    for text in JSONS:
-        for file in ("model.safetensors.index.json", "tokenizer.json", "config.json"):
-            yield f"model: {file}", text, damaged(file, text)
-    for text in ("", "\x00" * 8, "\xff" * 16, '{"a": 1}', "A" * 4000):
-        yield "model: weights", text[:8], damaged("model.safetensors", text)
-
-    tokenizer = json.loads((model / "tokenizer_config.json").read_text())
-    for text in TEMPLATES:
-        content = json.dumps(tokenizer | {"chat_template": text})
-        damaged("tokenizer_config.json", content)
-        settings = {"model_name_or_path": str(copy), "conversational": True}
-        argv = command(settings) if number % 2 else ["eval", str(copy), "--suite", str(data), "--max_new_tokens", "8"]
-        yield "model: chat template", text, argv
-
-
-def run_cases(place: Path, run: Path, command: Callable[..., list[str]]) -> Iterator[Case]:
-    """Files of a run and its checkpoint."""
-    copy = place / "old"
-    for text in LOGS:
-        shutil.rmtree(copy, ignore_errors=True)
-        copy.mkdir()
-        (copy / "trainer_state.json").write_text(text)
-        yield "run: log", text, ["report", str(copy), "--output_dir", str(place / "page")]
-    for text in [*MANIFESTS, *LOGS[:4]]:
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(run / "checkpoint-1", copy / "checkpoint-1")
-        file = "manifest.json" if text in MANIFESTS else "trainer_state.json"
-        (copy / "checkpoint-1" / file).write_text(text)
-        yield f"checkpoint: {file}", text, command({"resume_from_checkpoint": str(copy / "checkpoint-1")})
+def inputs(place: Path, recipe: dict[str, Any]) -> Iterator[Case]:
+    """All wrong inputs; see `Inputs`."""
+    wrong = Inputs(place, recipe)
+    yield from wrong.data()
+    yield from wrong.recipes()
+    yield from wrong.options()
+    yield from wrong.models()
+    yield from wrong.runs()
 
 
 def main() -> None:
     args = common.arguments(__doc__, every=(1, 3, "take each Nth input alone"))
-    found: list[tuple[str, str, str]] = []
     bad_inputs.stop_before_engines()
+
+    results = []
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         recipe = bad_inputs.prepare(place)
-        file = place / "wrong.yaml"
-        names = {name: str(place / path) for name, path in bad_inputs.FILES.items()}
-
-        def command(changes: dict[str, Any]) -> list[str]:
-            file.write_text(yaml.safe_dump(recipe | changes, allow_unicode=True))
-            return ["train", "--config", str(file)]
-
-        cases = [
-            data_cases(place, command),
-            recipe_cases(place, file, names, command),
-            option_cases(names),
-            model_cases(place, Path(names["model"]), Path(names["data"]), command),
-            run_cases(place, Path(names["run"]), command),
-        ]
-        for case in itertools.islice(itertools.chain(*cases), 0, None, args.every):
-            found.append(bad_inputs.tried(place, *case))
-    bad_inputs.report("bad_inputs_fresh", args, found)
+        for case in itertools.islice(inputs(place, recipe), 0, None, args.every):
+            results.append(bad_inputs.tried(place, *case))
+    bad_inputs.report("bad_inputs_fresh", args, results)
 
 
 if __name__ == "__main__":

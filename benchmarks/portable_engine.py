@@ -1,4 +1,5 @@
-"""A kernel for W4A16 on CPUs without AVX-512, where vLLM has none, so that the toy of arms.py runs there too.
+"""
+A kernel for W4A16 on CPUs without AVX-512, where vLLM has none, so that the toy of arms.py runs there too.
 
 It dequantizes the packed weights when they load and multiplies in float32: the engine's own arithmetic for these
 weights, without its rounding of each product's inputs. Only the benchmarks use it.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-import torch
+from torch import Tensor, nn
 from vllm.model_executor.kernels.linear import register_linear_kernel
 from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel, MPLinearLayerConfig
 from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
@@ -34,17 +35,20 @@ class Float32LinearKernel(MPLinearKernel):
             return False, f"weights must be symmetric and of 4 bits, got {c.weight_type}"
         return True, None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        # `(out, in / 8)` and `(out, groups)`, as a checkpoint has them.
         packed = getattr(layer, self.w_q_name)
         scales = getattr(layer, self.w_s_name)
-        # `(out, in / 8)` and `(out, groups)`, as a checkpoint has them.
-        values = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, packed.packed_dim)
-        groups = (values - 8).to(scales.dtype).unflatten(-1, (scales.shape[-1], -1))
-        # In bfloat16, as the learner dequantizes.
-        layer.float32_matrix = (groups * scales.data.unsqueeze(-1)).flatten(-2).float()
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = torch.nn.functional.linear(x.float(), layer.float32_matrix)
+        # Stored from 0 to 15 for -8 to 7.
+        values = unpack_quantized_values_into_int32(packed.data, self.config.weight_type, packed.packed_dim) - 8
+        groups = values.to(scales.dtype).unflatten(-1, (scales.shape[-1], -1))
+        # In bfloat16, as the learner dequantizes.
+        products = groups * scales.data.unsqueeze(-1)
+        layer.float32_matrix = products.flatten(-2).float()
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = nn.functional.linear(x.float(), layer.float32_matrix)
         if bias is not None:
             y = y + bias
         return y.to(x.dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -94,42 +95,80 @@ DISTILL_ON = "answers"
 DISTILL_UPDATES = 90  # of 16 answers: about three passes over the training problems
 BEFORE = "before training"
 SAMPLES = 4  # of a held-out problem, at temperature 1
+# How the names of the logged columns begin that a cell keeps.
 KEPT = (
-    *("reward", "entropy", "grad_norm", "completions/mean_length", "completions/clipped_ratio", "step_time"),
-    *(
-        "mismatch/",
-        "ratio/",
-        "error_tokens/",
-        "quant/",
-        "clip_ratio/",
-        "time/",
-        "sampling/importance_sampling_ratio/",
-        "sync/bytes",
-    ),
+    "reward",
+    "entropy",
+    "grad_norm",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "step_time",
+    "mismatch/",
+    "ratio/",
+    "error_tokens/",
+    "quant/",
+    "clip_ratio/",
+    "time/",
+    "sampling/importance_sampling_ratio/",
+    "sync/bytes",
 )
 
 
-# One cell ------------------------------------------------------------------------------------------------------------
+# Training ------------------------------------------------------------------------------------------------------------
 
 
 def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, folder: Path) -> dict[str, list]:
     """
-    Train; write `folder`/masters in bfloat16 (not of an adapter) and, for low-bit engines, `folder`/low_bit. Returns
-    the log by column.
+    Train one cell.
+
+    Args:
+        start: Folder with `start/` and `train.jsonl`.
+        regime: An entry of `REGIMES`.
+        arm: An entry of `ARMS`.
+        seed: Of the trainer.
+        folder: Gets `masters` in bfloat16 (not of an adapter) and, for low-bit engines, `low_bit`.
+
+    Returns:
+        The log by column.
     """
-    import common  # noqa: F401  # sets what torch and vLLM read when they load
-    import torch
+    import common  # sets what torch and vLLM read when they load
     from datasets import load_dataset
     from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qarl_trl import QaRLConfig, QaRLTrainer
     from qarl_trl.rewards import math_reward
 
-    updates, band, rows = regime["updates"], regime["band"], regime["prompts"] * regime["answers"]
+    adapter = None
+    if "lora_base" in arm:
+        layers = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+        adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
+
+    data = load_dataset("json", data_files=str(start / "train.jsonl"), split="train")
+    data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["problem"]}]})
+    trainer = QaRLTrainer(
+        str(start / "start"),
+        math_reward,
+        QaRLConfig(**settings_of(regime, arm, seed, folder / "low_bit")),
+        train_dataset=data,
+        peft_config=adapter,
+    )
+    trainer.train()
+
+    if "quant_scheme" not in arm:
+        trainer.save_model()
+    if adapter is None:
+        save_masters(trainer.model, start / "start", folder / "masters")
+    return common.logged_columns(trainer.state.log_history, KEPT)
+
+
+def settings_of(regime: dict[str, Any], arm: dict[str, Any], seed: int, output_dir: Path) -> dict[str, Any]:
+    """The arguments of `QaRLConfig`."""
+    updates = regime["updates"]
+    band = regime["band"]
+    rows = regime["prompts"] * regime["answers"]
     micro = min(regime["micro"], rows // updates)
     settings = {
-        "output_dir": str(folder / "low_bit"),
+        "output_dir": str(output_dir),
         "use_vllm": True,
         "use_cpu": True,
         "bf16": True,
@@ -156,48 +195,36 @@ def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, f
         "seed": seed,
         **regime["quantization"],
     }
+
+    # An arm in bfloat16 has no low bits to set.
     if arm.get("quant_scheme") == "none":
         settings = {name: value for name, value in settings.items() if not name.startswith("quant_")}
-    if "importance_sampling_level" in arm:  # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO
-        arm = arm | {"epsilon": 3 * band, "epsilon_high": 4 * band}
-    adapter = None
+    if "importance_sampling_level" in arm:
+        # Table 2: GSPO's bounds are delta_low and epsilon_high of TBPO.
+        settings["epsilon"] = 3 * band
+        settings["epsilon_high"] = 4 * band
     if "lora_base" in arm:
-        layers = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-        adapter = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=layers)
         settings["model_init_kwargs"] = {"dtype": "bfloat16"}
-    data = load_dataset("json", data_files=str(start / "train.jsonl"), split="train")
-    data = data.map(lambda row: {"prompt": [{"role": "user", "content": row["problem"]}]})
-    trainer = QaRLTrainer(
-        str(start / "start"), math_reward, QaRLConfig(**settings | arm), train_dataset=data, peft_config=adapter
-    )
-    trainer.train()
-    if "quant_scheme" not in arm:
-        trainer.save_model()
-    log = [row for row in trainer.state.log_history if "reward" in row]
-    names = sorted({name for row in log for name in row if name.startswith(KEPT)})
-    columns = {name: [_short(row.get(name)) for row in log] for name in names}
-    if adapter is not None:
-        return columns
-    masters = AutoModelForCausalLM.from_pretrained(start / "start", dtype=torch.bfloat16)
-    trained = {name: weight.detach() for name, weight in trainer.model.named_parameters()}
-    for name, weight in masters.named_parameters():  # tied ones once
+    return settings | arm
+
+
+def save_masters(model: Any, start: Path, folder: Path) -> None:
+    """Write the trained master weights in bfloat16, with the tokenizer of the start."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    masters = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
+    trained = {name: weight.detach() for name, weight in model.named_parameters()}
+    # Tied ones once.
+    for name, weight in masters.named_parameters():
         weight.data.copy_(trained.pop(name))
     assert not trained, f"The trained model has weights that the start has not: {list(trained)}"
-    masters.save_pretrained(folder / "masters")
-    AutoTokenizer.from_pretrained(start / "start").save_pretrained(folder / "masters")
-    return columns
+
+    masters.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(start).save_pretrained(folder)
 
 
-def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: bool = False) -> list[int]:
-    """Right answers of each held-out problem, of `SAMPLES` or of the greedy one."""
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "qarl_trl.cli", "eval", str(model), "--suite", str(start / "test.jsonl")]
-        samples, temperature = (1, 0) if greedy else (SAMPLES, 1)
-        command += ["--k", str(samples), "--temperature", str(temperature), "--seed", str(seed)]
-        command += ["--max_new_tokens", str(regime["max_completion_length"]), "--output_dir", f"{scratch}/out"]
-        subprocess.run(command, check=True)
-        rows = Path(scratch, "out", "completions.jsonl").read_text().splitlines()
-    return [int(sum(json.loads(row)["rewards"]["math_reward"])) for row in rows]
+# One cell ------------------------------------------------------------------------------------------------------------
 
 
 def run_cell(
@@ -207,42 +234,39 @@ def run_cell(
     Train (or, before training, take the start), score, write the file.
 
     Args:
+        start: Folder with `start/`, `train.jsonl` and `test.jsonl`.
+        regime: A key of `REGIMES`.
+        arm: A key of `ARMS`, or `BEFORE`.
+        seed: Of training and draws.
         keep: Folder that gets the trained weights.
         scored: Only these of "masters", "low_bit", "gptq" and "again" (default: all).
     """
     import common
 
-    settings, chosen, log = REGIMES[regime], ARMS.get(arm, {}), {}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        if arm == BEFORE:
-            (out / "masters").symlink_to((start / "start").resolve())
-        else:
-            with ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn")
-            ) as process:  # its 9 GB go before GPTQ comes
-                log = process.submit(train, start, settings, chosen, seed, out).result()
-        path = file_of(regime, arm, seed)
-        if keep is not None and arm != BEFORE:
-            shutil.copytree(out / "masters", keep / regime / path.stem)
+    path = file_of(regime, arm, seed)
+    settings = REGIMES[regime]
+    chosen = ARMS.get(arm, {})
+    log: dict[str, list] = {}
+    scores = {}
+    greedy = {}
 
-        models = ["low_bit"] if "lora_base" in chosen else ["masters", "low_bit"]
-        if chosen.get("lora_base") == "merged":
-            models = ["low_bit/low_bit"]
-        if arm == BEFORE or "quant_scheme" in chosen:
-            export(out / "masters", out / "low_bit", settings["quantization"])
-        wants_gptq = not scored or "gptq" in scored
-        if "masters" in models and wants_gptq and settings["quantization"]["quant_scheme"].startswith("W4"):
-            gptq(out / "masters", out / "gptq", settings["quantization"], start)
-            models.append("gptq")
-        if settings.get("distill_again") and arm != BEFORE:
-            distill(out / "masters", out / "again", start)
-            models.append("again")
-        models = [name for name in models if not scored or name in scored]
-        scores, greedy = (
-            {Path(name).name: score(out / name, settings, start, seed, one) for name in models}
-            for one in (False, True)
-        )
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if arm == BEFORE:
+            (folder / "masters").symlink_to((start / "start").resolve())
+        else:
+            # Its 9 GB go before GPTQ comes.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                log = process.submit(train, start, settings, chosen, seed, folder).result()
+            if keep is not None:
+                shutil.copytree(folder / "masters", keep / regime / path.stem)
+
+        models = make_models(folder, start, regime, arm, scored)
+        for model in models:
+            scores[model.name] = score(model, settings, start, seed)
+        for model in models:
+            greedy[model.name] = score(model, settings, start, seed, greedy=True)
+
     result = {
         "regime": regime,
         "arm": arm,
@@ -257,12 +281,81 @@ def run_cell(
         "machine": common.machine(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".part").write_text(json.dumps(result, separators=(",", ":")) + "\n")
-    path.with_suffix(".part").rename(path)
+    # Renamed when it is complete: a cell that has a file is not run again.
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, separators=(",", ":")) + "\n")
+    part.rename(path)
+
+
+def make_models(folder: Path, start: Path, regime: str, arm: str, scored: Sequence[str]) -> list[Path]:
+    """Make the models of a cell that training did not write into `folder`. Returns those that are to be scored."""
+    settings = REGIMES[regime]
+    quantization = settings["quantization"]
+    chosen = ARMS.get(arm, {})
+
+    if chosen.get("lora_base") == "merged":
+        names = ["low_bit/low_bit"]
+    elif "lora_base" in chosen:
+        names = ["low_bit"]
+    else:
+        names = ["masters", "low_bit"]
+
+    if arm == BEFORE or "quant_scheme" in chosen:
+        export(folder / "masters", folder / "low_bit", quantization)
+    wants_gptq = not scored or "gptq" in scored
+    if "masters" in names and wants_gptq and quantization["quant_scheme"].startswith("W4"):
+        gptq(folder / "masters", folder / "gptq", quantization, start)
+        names.append("gptq")
+    if settings.get("distill_again") and arm != BEFORE:
+        distill(folder / "masters", folder / "again", start)
+        names.append("again")
+    return [folder / name for name in names if not scored or name in scored]
+
+
+def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: bool = False) -> list[int]:
+    """
+    Score a model on the held-out problems, with `qarl-trl eval`.
+
+    Args:
+        model: Its folder.
+        regime: An entry of `REGIMES`.
+        start: Folder with `test.jsonl`.
+        seed: Of the draws.
+        greedy: Take the greedy answer alone; else `SAMPLES`.
+
+    Returns:
+        How many answers to each problem are right.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "qarl_trl.cli", "eval", str(model), "--suite", str(start / "test.jsonl")]
+        if greedy:
+            command += ["--k", "1", "--temperature", "0"]
+        else:
+            command += ["--k", str(SAMPLES), "--temperature", "1"]
+        command += ["--seed", str(seed), "--max_new_tokens", str(regime["max_completion_length"])]
+        command += ["--output_dir", f"{scratch}/out"]
+        subprocess.run(command, check=True)
+        lines = Path(scratch, "out", "completions.jsonl").read_text().splitlines()
+
+    right = []
+    for line in lines:
+        rewards = json.loads(line)["rewards"]["math_reward"]
+        right.append(int(sum(rewards)))
+    return right
+
+
+# Quantization after training -----------------------------------------------------------------------------------------
 
 
 def export(model: Path, folder: Path, quantization: dict[str, Any]) -> None:
-    """Round to nearest: what a user does after training in bfloat16."""
+    """
+    Round a model to nearest: what a user does after training in bfloat16.
+
+    Args:
+        model: Its folder.
+        folder: Gets the 4-bit model.
+        quantization: `quant_scheme` and, where the scheme has it, `quant_group_size`.
+    """
     command = [sys.executable, "-m", "qarl_trl.cli", "export", str(model), str(folder)]
     command += ["--scheme", quantization["quant_scheme"]]
     if "quant_group_size" in quantization:
@@ -271,20 +364,20 @@ def export(model: Path, folder: Path, quantization: dict[str, Any]) -> None:
 
 
 def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -> None:
-    """llm-compressor's GPTQ, calibrated on the training problems with their solutions."""
+    """Quantize a model by llm-compressor's GPTQ, calibrated on the training problems with their solutions."""
+    lines = []
+    for row in solved_problems(start):
+        question = {"role": "user", "content": row["problem"]}
+        answer = {"role": "assistant", "content": row["solution"]}
+        lines.append(json.dumps({"chat": [question, answer]}) + "\n")
     calibration = folder.parent / "calibration.jsonl"
-    chats = [
-        [
-            {"role": "user", "content": row["problem"]},
-            {"role": "assistant", "content": row["solution"]},
-        ]
-        for row in solved_problems(start)
-    ]
-    calibration.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
+    calibration.write_text("".join(lines))
+
     script = EXAMPLES / "llmcompressor" / "ptq.py"
     command = [sys.executable, str(script), "--model", str(model), "--output", str(folder), "--method", "gptq"]
     command += ["--scheme", quantization["quant_scheme"], "--group_size", str(quantization["quant_group_size"])]
-    subprocess.run([*command, "--dataset", str(calibration), "--columns", "chat"], check=True)
+    command += ["--dataset", str(calibration), "--columns", "chat"]
+    subprocess.run(command, check=True)
 
 
 def distill(
@@ -296,13 +389,20 @@ def distill(
     seed: int | None = None,
 ) -> None:
     """
-    Distill into 4 bits, with the model's own bfloat16 weights as the teacher (examples/smollm2/distill.yaml).
+    Distill a model into 4 bits, with its own bfloat16 weights as the teacher (examples/smollm2/distill.yaml).
 
     Args:
+        model: Its folder.
+        folder: Gets the run.
+        start: Folder with `train.jsonl`.
         answers: "rollouts" or "answers", `distill_on` of the config.
         updates: Optimizer steps.
         seed: Of the order of the problems (default: transformers' own).
     """
+    problems = folder.parent / "solutions.jsonl"
+    lines = [json.dumps(row) + "\n" for row in solved_problems(start)]
+    problems.write_text("".join(lines))
+
     command = [sys.executable, "-m", "qarl_trl.cli", "distill", "--config", str(EXAMPLES / "smollm2" / "distill.yaml")]
     command += ["--model_name_or_path", str(model), "--output_dir", str(folder), "--distill_on", answers]
     command += ["--max_steps", str(updates), "--save_steps", str(updates)]
@@ -311,14 +411,14 @@ def distill(
     if answers == "rollouts":
         command += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "256"]
         command += ["--vllm_engine_kwargs", '{"enforce_eager": true}']
-    problems = folder.parent / "solutions.jsonl"
-    problems.write_text("".join(json.dumps(row) + "\n" for row in solved_problems(start)))
-    subprocess.run([*command, "--dataset_name_or_path", str(problems)], check=True)
+    command += ["--dataset_name_or_path", str(problems)]
+    subprocess.run(command, check=True)
 
 
 def solved_problems(start: Path) -> list[dict[str, str]]:
     """The training problems, each with its solution as warm_start.py teaches it."""
-    sys.path.insert(0, str(EXAMPLES / "smollm2"))  # before the quickstart, whose warm_start.py is another
+    # Before the quickstart, whose warm_start.py is another.
+    sys.path.insert(0, str(EXAMPLES / "smollm2"))
     from warm_start import solved
 
     return solved(start / "train.jsonl")
@@ -328,7 +428,9 @@ def solved_problems(start: Path) -> list[dict[str, str]]:
 
 
 def file_of(regime: str, arm: str, seed: int) -> Path:
-    return FOLDER / regime / f"{arm.lower().replace(',', '').replace(' ', '_')}.{seed}.json"
+    """Where a cell is, if it was run."""
+    name = arm.lower().replace(",", "").replace(" ", "_")
+    return FOLDER / regime / f"{name}.{seed}.json"
 
 
 def sha_of(weights: Path) -> str:
@@ -336,29 +438,39 @@ def sha_of(weights: Path) -> str:
     return hashlib.sha256(weights.read_bytes()).hexdigest()[:16]
 
 
-def _short(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
-
-
 def run_all(options: argparse.Namespace) -> None:
     """Run the cells without a file, `jobs` at a time, the first seed of all arms before the second."""
-    wanted = [(r, a, s) for r in options.regime for s in options.seeds for a in options.arms]
-    waiting, running = [cell for cell in wanted if not file_of(*cell).exists()], {}
+    waiting = []
+    for regime, seed, arm in itertools.product(options.regime, options.seeds, options.arms):
+        if not file_of(regime, arm, seed).exists():
+            waiting.append((regime, arm, seed))
+
+    running: dict[subprocess.Popen, tuple[str, str, int]] = {}
     while waiting or running:
         while waiting and len(running) < options.jobs:
             cell = waiting.pop(0)
-            regime, arm, seed = cell
-            command = [sys.executable, __file__, "--start", str(options.start), "--regime", regime, "--arms", arm]
-            if options.keep is not None:
-                command += ["--keep", str(options.keep)]
-            if options.scored:
-                command += ["--scored", *options.scored]
-            name = f"real_{regime}_{arm.replace(' ', '_')}_{seed}.log"
-            log = open(Path(tempfile.gettempdir(), name), "w")  # noqa: SIM115
-            running[subprocess.Popen([*command, "--seeds", str(seed), "--one"], stdout=log, stderr=log)] = cell
+            running[start_cell(options, *cell)] = cell
+
         os.wait()
-        for process in [process for process in running if process.poll() is not None]:
-            print(*running.pop(process), "done" if process.returncode == 0 else "FAILED", flush=True)
+        for process in list(running):
+            if process.poll() is not None:
+                cell = running.pop(process)
+                print(*cell, "done" if process.returncode == 0 else "FAILED", flush=True)
+
+
+def start_cell(options: argparse.Namespace, regime: str, arm: str, seed: int) -> subprocess.Popen:
+    """Start this script for one cell, which writes what it says into a file of the folder for temporary ones."""
+    command = [sys.executable, __file__, "--start", str(options.start), "--regime", regime, "--arms", arm]
+    if options.keep is not None:
+        command += ["--keep", str(options.keep)]
+    if options.scored:
+        command += ["--scored", *options.scored]
+    command += ["--seeds", str(seed), "--one"]
+
+    name = f"real_{regime}_{arm.replace(' ', '_')}_{seed}.log"
+    # The process keeps the file open.
+    with open(Path(tempfile.gettempdir(), name), "w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
 
 def main() -> None:
@@ -373,6 +485,7 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help="the first cell, in this process")
     parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
     options = parser.parse_args()
+
     if options.table:
         import real_table
 

@@ -35,10 +35,10 @@ SEED = 3  # of the draws
 
 
 def choice_problems(start: Path, folder: Path) -> Path:
-    """A folder whose `test.jsonl` has the problems on which is chosen."""
-    rows = (start / "train.jsonl").read_text().splitlines()[:CHOSEN_ON]
+    """Write the problems on which is chosen, as `test.jsonl` of a folder."""
+    lines = (start / "train.jsonl").read_text().splitlines()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "test.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "test.jsonl").write_text("\n".join(lines[:CHOSEN_ON]) + "\n")
     return folder
 
 
@@ -58,22 +58,23 @@ def losses_of(run: Path) -> list[float]:
 
 
 def distilled_start(start: Path, run: Path, suffix: str = "") -> Path:
-    """START-distilled: the master weights of a run beside the same problems."""
+    """Make START-distilled, with the master weights of a run beside the same problems."""
     folder = start.with_name(f"{start.name}-distilled{suffix}")
     folder.mkdir(exist_ok=True)
     for name in ("train.jsonl", "test.jsonl"):
         shutil.copy(start / name, folder / name)
 
     weights_and_tokenizer = ("*.safetensors", "config.json", "generation_config.json", "token*", "*.jinja")
+    checkpoint = next(run.glob("checkpoint-*"))
     (folder / "start").mkdir(exist_ok=True)
     for pattern in weights_and_tokenizer:
-        for file in next(run.glob("checkpoint-*")).glob(pattern):
+        for file in checkpoint.glob(pattern):
             shutil.copy(file, folder / "start" / file.name)
     return folder
 
 
 def run_and_measure(name: str, start: Path, runs: Path, problems: Path) -> dict[str, Any]:
-    """Scores of the start ("bfloat16", "rounded") or of a candidate, which is made first; of that its losses, too."""
+    """Score the start ("bfloat16", "rounded"), or a candidate, which is made first; its losses are added."""
     if name == "bfloat16":
         return measure(start / "start", problems)
 
@@ -96,24 +97,32 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
     parser.add_argument("--repeat", type=int, metavar="SEED", help="repeat the chosen one with this seed alone")
     options = parser.parse_args()
+
     start: Path = options.start.resolve()
     runs = start.with_name(f"{start.name}-candidates")
-    if options.repeat is not None:
-        run = runs / f"seed-{options.repeat}"
-        real_arms.distill(start / "start", run, start, seed=options.repeat)
-        distilled_start(start, run, f"-{options.repeat}")
+    if options.repeat is None:
+        choose(start, runs, options.jobs)
         return
 
-    problems = choice_problems(start, runs / "problems")
+    run = runs / f"seed-{options.repeat}"
+    real_arms.distill(start / "start", run, start, seed=options.repeat)
+    distilled_start(start, run, f"-{options.repeat}")
 
-    # A second call runs what is missing.
+
+def choose(start: Path, runs: Path, jobs: int) -> None:
+    """Run the candidates that have no scores yet, `jobs` at a time; make the start of the best, write the file."""
+    problems = choice_problems(start, runs / "problems")
     path = real_arms.FOLDER / "distill.json"
-    results = json.loads(path.read_text())["results"] if path.exists() else {}
+    results = {}
+    if path.exists():
+        results = json.loads(path.read_text())["results"]
+    names = [name for name in (*CANDIDATES, "bfloat16", "rounded") if name not in results]
+
     # Threads that wait: each model is made and scored by processes of its own.
-    with ThreadPoolExecutor(options.jobs) as pool:
-        names = [name for name in (*CANDIDATES, "bfloat16", "rounded") if name not in results]
+    with ThreadPoolExecutor(jobs) as pool:
         waiting = {name: pool.submit(run_and_measure, name, start, runs, problems) for name in names}
-        results |= {name: future.result() for name, future in waiting.items()}
+    for name, future in waiting.items():
+        results[name] = future.result()
 
     chosen = max(CANDIDATES, key=lambda name: sum(results[name]["scores"]))
     folder = distilled_start(start, runs / chosen)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -38,41 +39,60 @@ MEMORY = {
     "QaRL, frozen base": r"^It fits: ([\d.]+)",
 }
 CARD = 23.5  # GiB of a 4090 that a process can use
+# The first four contrasts of `CHOICES`, and their names below the axis.
+COLUMNS = ("both\nrounded", "both by\nGPTQ", "both in\nbfloat16", "QaRL rounded,\nrollout-only\nby GPTQ")
+MARKS = {"GRPO": "o", "TBPO": "^"}
+SETTINGS = {"g64": "groups of 64", "channel": "one scale per channel", "stale": "8 updates a batch", "fp8": "float8"}
+WIDTH = 0.6  # of the places of one column's dots
+
+
+# README's ------------------------------------------------------------------------------------------------------------
 
 
 def first_picture() -> Figure:
     """README's: mismatch measured on a CPU and on a GPU, and estimated memory of a 7B model on one GPU."""
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     left, right = figure.subplots(1, 2)
-
-    height = 0.38
-    for number, (gaps, shade) in enumerate(((gaps_of_smollm2(), 1.0), (gaps_of_h200(), 0.5))):
-        places = [index + number * height for index in range(len(ARMS))]
-        bars = left.barh(places, gaps, height=height, color=COLOURS[: len(ARMS)], alpha=shade)
-        left.bar_label(bars, labels=[f"{gap:.2g}" for gap in gaps], padding=4)
-    shades = [Patch(color="0.3", alpha=shade) for shade in (1.0, 0.5)]
-    left.legend(shades, ["135M, CPU", "1.5B, H200"], frameon=False, loc="lower right")
-    left.set(title="Mismatch, measured", xlim=(0, 0.72), xlabel="nats per token", xticks=[0, 0.2, 0.4, 0.6])
-    left.set_yticks([index + height / 2 for index in range(len(ARMS))], ["bf16\nrollouts", "rollout-\nonly", "QaRL"])
-    left.invert_yaxis()
-
-    memory = estimated_memory()
-    bars = right.barh(list(memory), list(memory.values()), color=COLOURS[: len(memory)])
-    right.bar_label(bars, fmt="%.1f", label_type="center", color="white")
-    right.axvline(CARD, color="0.3", linestyle="--")
-    right.text(CARD, -0.7, " 24 GB card", color="0.3", va="center")
-    right.set(title="7B with LoRA, estimated", xlim=(0, 44), xlabel="GiB")
-    right.set_yticks(range(len(memory)), ["bf16\nrollouts", "rollout-\nonly", "QaRL,\nfrozen\nbase"])
-    right.set_ylim(len(memory) - 0.5, -1.0)
+    draw_mismatch(left)
+    draw_memory(right)
     return figure
+
+
+def draw_mismatch(axis: Axes) -> None:
+    """Two bars for each arm: a small model on a CPU, and a larger one on a GPU in a lighter shade."""
+    height = 0.38
+    measured = ((gaps_of_smollm2(), 1.0), (gaps_of_h200(), 0.5))
+    for number, (gaps, shade) in enumerate(measured):
+        places = [index + number * height for index in range(len(ARMS))]
+        bars = axis.barh(places, gaps, height=height, color=COLOURS[: len(ARMS)], alpha=shade)
+        axis.bar_label(bars, labels=[f"{gap:.2g}" for gap in gaps], padding=4)
+
+    shades = [Patch(color="0.3", alpha=shade) for shade in (1.0, 0.5)]
+    axis.legend(shades, ["135M, CPU", "1.5B, H200"], frameon=False, loc="lower right")
+    axis.set(title="Mismatch, measured", xlim=(0, 0.72), xlabel="nats per token", xticks=[0, 0.2, 0.4, 0.6])
+    between_bars = [index + height / 2 for index in range(len(ARMS))]
+    axis.set_yticks(between_bars, ["bf16\nrollouts", "rollout-\nonly", "QaRL"])
+    axis.invert_yaxis()
+
+
+def draw_memory(axis: Axes) -> None:
+    """A bar for each arm, and a line where a card is full."""
+    memory = estimated_memory()
+    bars = axis.barh(list(memory), list(memory.values()), color=COLOURS[: len(memory)])
+    axis.bar_label(bars, fmt="%.1f", label_type="center", color="white")
+    axis.axvline(CARD, color="0.3", linestyle="--")
+    axis.text(CARD, -0.7, " 24 GB card", color="0.3", va="center")
+    axis.set(title="7B with LoRA, estimated", xlim=(0, 44), xlabel="GiB")
+    axis.set_yticks(range(len(memory)), ["bf16\nrollouts", "rollout-\nonly", "QaRL,\nfrozen\nbase"])
+    axis.set_ylim(len(memory) - 0.5, -1.0)
 
 
 def gaps_of_smollm2() -> list[float]:
     """Mean mismatch of the arms over their runs in groups of 64, in nats per token."""
     gaps = []
     for arm, _ in ARMS.values():
-        runs = [cell["log"]["mismatch/logp_diff_mean"] for cell in cells_of("g64", arm)]
-        gaps.append(statistics.fmean(statistics.fmean(run) for run in runs))
+        means = [statistics.fmean(cell["log"]["mismatch/logp_diff_mean"]) for cell in cells_of("g64", arm)]
+        gaps.append(statistics.fmean(means))
     return gaps
 
 
@@ -100,11 +120,7 @@ def estimated_memory() -> dict[str, float]:
     return memory
 
 
-# The first four contrasts of `CHOICES`, and their names below the axis.
-COLUMNS = ("both\nrounded", "both by\nGPTQ", "both in\nbfloat16", "QaRL rounded,\nrollout-only\nby GPTQ")
-MARKS = {"GRPO": "o", "TBPO": "^"}
-SETTINGS = {"g64": "groups of 64", "channel": "one scale per channel", "stale": "8 updates a batch", "fp8": "float8"}
-WIDTH = 0.6  # of the places of one column's dots
+# That of docs/results.md ---------------------------------------------------------------------------------------------
 
 
 def pairs_picture() -> Figure:
@@ -123,6 +139,7 @@ def pairs_picture() -> Figure:
         axis.bar(column, 2 * error, width=0.8, bottom=mean - error, color="0.9", zorder=0)
         axis.hlines(mean, column - 0.4, column + 0.4, color="0.4")
         for index, pair in enumerate(pairs):
+            # Beside each other, around the middle of the column.
             place = column + WIDTH * ((index + 0.5) / len(pairs) - 0.5)
             axis.errorbar(
                 place,
@@ -135,15 +152,23 @@ def pairs_picture() -> Figure:
 
     axis.set_xticks(range(len(COLUMNS)), COLUMNS)
     axis.set_ylabel("QaRL less\nrollout-only, points")
-    lines = [Line2D([], [], color="0.3", marker=mark, linestyle="", label=loss) for loss, mark in MARKS.items()]
+
+    lines = []
+    for loss, mark in MARKS.items():
+        lines.append(Line2D([], [], color="0.3", marker=mark, linestyle="", label=loss))
     for regime, name in SETTINGS.items():
         lines.append(Line2D([], [], color=colours[regime], marker="s", linestyle="", label=name))
     figure.legend(handles=lines, loc="outside upper center", ncols=3, frameon=False, columnspacing=1)
     return figure
 
 
-if __name__ == "__main__":
+def main() -> None:
     docs = ROOT / "docs"
-    with matplotlib.rc_context({"font.size": 15}):  # letters of 6 points on a phone
+    # Letters of 6 points on a phone.
+    with matplotlib.rc_context({"font.size": 15}):
         first_picture().savefig(docs / "first.png", dpi=100)
         pairs_picture().savefig(docs / "pairs.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +90,7 @@ SHOWN = (BEFORE, "bf16 GRPO", "rollout-only GRPO", "rollout-only TBPO", "QaRL GR
 
 
 def read_cell(regime: str, arm: str, seed: int) -> Cell | None:
-    """`None` for a cell that was not run."""
+    """Read a cell; `None` for one that was not run."""
     path = real_arms.file_of(regime, arm, seed)
     if not path.exists():
         return None
@@ -100,18 +99,30 @@ def read_cell(regime: str, arm: str, seed: int) -> Cell | None:
 
 def cells_of(regime: str, arm: str) -> list[Cell]:
     """The cells of an arm that were run, by seed."""
-    cells = [read_cell(regime, arm, seed) for seed in SEEDS]
-    return [cell for cell in cells if cell is not None]
+    cells = []
+    for seed in SEEDS:
+        cell = read_cell(regime, arm, seed)
+        if cell is not None:
+            cells.append(cell)
+    return cells
 
 
 def shares(cell: Cell, model: str, greedy: bool = False) -> list[float]:
-    """Percent of the answers to each held-out problem that are right."""
+    """
+    Percent of the answers to each held-out problem that are right.
+
+    Args:
+        cell: The cell.
+        model: A key of `MODELS` that is scored in it.
+        greedy: Of the greedy answer; else of the samples.
+    """
     if greedy:
         return [100.0 * right for right in cell["greedy"][model]]
     return [100 * right / cell["samples"] for right in cell["scores"][model]]
 
 
 def is_scored(cell: Cell, model: str, greedy: bool = False) -> bool:
+    """Whether a cell has answers of a model."""
     return model in cell.get("greedy" if greedy else "scores", {})
 
 
@@ -119,20 +130,28 @@ def is_scored(cell: Cell, model: str, greedy: bool = False) -> bool:
 
 
 def error_of_problems(percents: list[float]) -> float:
-    """Standard error of one model's mean: it holds the choice of the problems and nothing of training."""
+    """
+    Standard error of one model's mean: it holds the choice of the problems and nothing of training.
+
+    Args:
+        percents: A figure for each problem.
+    """
     return (statistics.variance(percents) / len(percents)) ** 0.5
 
 
 def mean_and_error(rows: list[list[float]]) -> tuple[float, float]:
     """
-    Mean over models (or pairs of them) and problems, and its standard error.
+    Average over models (or pairs of them) and problems.
 
-    It holds the choice of the held-out problems (the spread of the problems' means) and, of several rows, that of
-    training and sampling (the spread of the rows' means). The first contains part of the second: the error is rather
-    too large.
+    The error holds the choice of the held-out problems (the spread of the problems' means) and, of several rows, that
+    of training and sampling (the spread of the rows' means). The first contains part of the second: the error is
+    rather too large.
 
     Args:
         rows: Percent by problem, a list for each model; all lists have the same problems.
+
+    Returns:
+        The mean and its standard error, in percent.
     """
     problems = [statistics.fmean(values) for values in zip(*rows, strict=True)]
     means = [statistics.fmean(row) for row in rows]
@@ -146,6 +165,11 @@ def difference(first: Cell, second: Cell, models: tuple[str, str]) -> list[float
     """
     Points from the first to the second cell, problem by problem.
 
+    Args:
+        first: The cell before the change.
+        second: The one after it.
+        models: Which model of each.
+
     Raises:
         ValueError: if the two did not begin with one start.
     """
@@ -154,8 +178,46 @@ def difference(first: Cell, second: Cell, models: tuple[str, str]) -> list[float
         raise ValueError(
             f"Cells must have one start to be compared, got {first['arm']} and {second['arm']}: {starts}."
         )
-    before, after = models
-    return [y - x for x, y in zip(shares(first, before), shares(second, after), strict=True)]
+    model_before, model_after = models
+    before = shares(first, model_before)
+    after = shares(second, model_after)
+    return points_between(before, after)
+
+
+def points_between(before: list[float], after: list[float]) -> list[float]:
+    """What is gained in each problem, in points."""
+    return [second - first for first, second in zip(before, after, strict=True)]
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def percent(values: list[float]) -> str:
+    """The mean with its error by problems; the values are percents by problem."""
+    return f"{statistics.fmean(values):.1f} ± {error_of_problems(values):.1f}"
+
+
+def gain(points: list[float]) -> str:
+    """The same of a difference, with its sign."""
+    return f"{statistics.fmean(points):+.1f} ± {error_of_problems(points):.1f}"
+
+
+def mean_gain(rows: list[list[float]]) -> str:
+    """The mean of several differences, a list for each, with its error by problems and trainings."""
+    mean, error = mean_and_error(rows)
+    return f"{mean:+.1f} ± {error:.1f}"
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """
+    A Markdown table.
+
+    Args:
+        header: Names of the columns.
+        rows: Texts of the cells.
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 # Tables of a regime --------------------------------------------------------------------------------------------------
@@ -188,18 +250,20 @@ def row_of(cell: Cell) -> list[str]:
     for greedy in (False, True):
         row += [with_error(cell, model, greedy) for model in MODELS]
 
-    any_right = [
-        f"{100 * statistics.fmean(map(bool, cell['scores'][model])):.1f}"
-        for model in ("low_bit", "gptq", "masters")
-        if is_scored(cell, model)
-    ]
+    any_right = []
+    for model in ("low_bit", "gptq", "masters"):
+        if is_scored(cell, model):
+            problems = [right > 0 for right in cell["scores"][model]]
+            any_right.append(f"{100 * statistics.fmean(problems):.1f}")
     row.append(", ".join(any_right))
+
     row.append(logged_mean(cell, "reward", "{:.2f}", last=4))
     row.append(logged_mean(cell, "mismatch/logp_diff_mean", "{:.2g}"))
     return row
 
 
 def with_error(cell: Cell, model: str, greedy: bool) -> str:
+    """What a model of a cell scores, if it was scored."""
     if not is_scored(cell, model, greedy):
         return "-"
     return percent(shares(cell, model, greedy))
@@ -207,8 +271,11 @@ def with_error(cell: Cell, model: str, greedy: bool) -> str:
 
 def logged_mean(cell: Cell, name: str, form: str, last: int = 0) -> str:
     """Mean of a logged column over the rollout batches, or over the `last` of them."""
-    values = [value for value in cell["log"].get(name, [])[-last:] if value is not None]
-    return form.format(statistics.fmean(values)) if values else "-"
+    column = cell["log"].get(name, [])
+    values = [value for value in column[-last:] if value is not None]
+    if not values:
+        return "-"
+    return form.format(statistics.fmean(values))
 
 
 def differences_table(regime: str) -> str:
@@ -218,7 +285,7 @@ def differences_table(regime: str) -> str:
     for what, *names in PAIRS:
         pairs = pairs_of(regime, names)
         if pairs:
-            seeds = ", ".join(str(seed) for seed in pairs)
+            seeds = ", ".join(map(str, pairs))
             rows.append([what, *names, seeds, *by_seed(pairs, names, "low_bit"), *by_seed(pairs, names, "masters")])
     if not rows:
         return "No two arms were run that can be compared."
@@ -227,36 +294,36 @@ def differences_table(regime: str) -> str:
 
 def pairs_of(regime: str, names: list[str]) -> dict[int, tuple[Cell, Cell]]:
     """The cells of both names, by the seeds that both have. ", GPTQ" names that model of an arm."""
+    before, after = names
     pairs = {}
     for seed in SEEDS:
-        cells = [read_cell(regime, name.removesuffix(", GPTQ"), seed) for name in names]
-        if None in cells:
+        first = read_cell(regime, before.removesuffix(", GPTQ"), seed)
+        second = read_cell(regime, after.removesuffix(", GPTQ"), seed)
+        if first is None or second is None:
             continue
-        if all(is_scored(cell, model_of(name, "low_bit")) for cell, name in zip(cells, names, strict=True)):
-            pairs[seed] = tuple(cells)
+        if is_scored(first, model_of(before, "low_bit")) and is_scored(second, model_of(after, "low_bit")):
+            pairs[seed] = (first, second)
     return pairs
 
 
 def model_of(name: str, model: str) -> str:
+    """The model that a name of `PAIRS` means; `model`, if it names none."""
     return "gptq" if name.endswith(", GPTQ") else model
 
 
 def by_seed(pairs: dict[int, tuple[Cell, Cell]], names: list[str], model: str) -> list[str]:
     """Two cells of a row: the difference of each seed, and the mean of at least three."""
-    models = tuple(model_of(name, model) for name in names)
+    before, after = names
+    models = (model_of(before, model), model_of(after, model))
     if "gptq" in models and model != "low_bit":
         return ["-", "-"]
 
     points = [difference(first, second, models) for first, second in pairs.values()]
-    each = ", ".join(f"{statistics.fmean(row):+.1f} ± {error_of_problems(row):.1f}" for row in points)
-    return [each, mean_text(points)]
-
-
-def mean_text(points: list[list[float]]) -> str:
-    """Of two, one degree of freedom is left for their spread: they are printed and no mean is."""
+    each = ", ".join(map(gain, points))
+    # Of two, one degree of freedom is left for their spread: they are printed and no mean is.
     if len(points) < 3:
-        return "-"
-    return "{:+.1f} ± {:.1f}".format(*mean_and_error(points))
+        return [each, "-"]
+    return [each, mean_gain(points)]
 
 
 # Tables over the regimes ---------------------------------------------------------------------------------------------
@@ -289,19 +356,18 @@ def pairs_of_choice(first: tuple[str, str], second: tuple[str, str]) -> list[Pai
         first: Learner ("bf16", "rollout-only", "QaRL") and model, before the change.
         second: The same after it.
     """
+    learner_before, model_before = first
+    learner_after, model_after = second
     pairs = []
-    for regime, loss, seed in places():
-        cells = [read_cell(regime, f"{learner} {loss}", seed) for learner, _ in (first, second)]
-        if None in cells:
+    for regime, loss, seed in itertools.product(REGIMES, LOSSES, SEEDS):
+        before = read_cell(regime, f"{learner_before} {loss}", seed)
+        after = read_cell(regime, f"{learner_after} {loss}", seed)
+        if before is None or after is None:
             continue
-        models = (first[1], second[1])
-        if all(is_scored(cell, model) for cell, model in zip(cells, models, strict=True)):
-            pairs.append(Pair(regime, loss, seed, difference(*cells, models)))
+        if is_scored(before, model_before) and is_scored(after, model_after):
+            points = difference(before, after, (model_before, model_after))
+            pairs.append(Pair(regime, loss, seed, points))
     return pairs
-
-
-def places() -> Iterator[tuple[str, str, int]]:
-    return itertools.product(REGIMES, LOSSES, SEEDS)
 
 
 def choices_table() -> str:
@@ -311,9 +377,8 @@ def choices_table() -> str:
         pairs = pairs_of_choice(first, second)
         means = [pair.mean for pair in pairs]
         above = sum(mean > 0 for mean in means)
-        mean, error = mean_and_error([pair.points for pair in pairs])
         spread = f"{min(means):+.1f} to {max(means):+.1f}"
-        rows.append([what, f"{mean:+.1f} ± {error:.1f}", f"{above} of {len(pairs)}", spread])
+        rows.append([what, mean_gain([pair.points for pair in pairs]), f"{above} of {len(pairs)}", spread])
     return markdown(["what is compared", "points", "pairs above 0", "range"], rows)
 
 
@@ -333,20 +398,22 @@ def by_training(cells: list[Cell], model: str, greedy: bool) -> str:
     scored = [shares(cell, model, greedy) for cell in cells if is_scored(cell, model, greedy)]
     if not scored:
         return "-"
-    percents = ", ".join(f"{statistics.fmean(row):.1f}" for row in scored)
-    return f"{percents} ± {max(error_of_problems(row) for row in scored):.1f}"
+    percents = ", ".join(f"{statistics.fmean(values):.1f}" for values in scored)
+    error = max(map(error_of_problems, scored))
+    return f"{percents} ± {error:.1f}"
 
 
 def noise_table() -> str:
     """One training, twice: bf16 GRPO does not see the scheme, so the two differ in the rows of a pass alone."""
     cells = [read_cell(regime, "bf16 GRPO", 2) for regime in ("g64", "channel")]
-    points = difference(*cells, ("masters", "masters"))
     rows = []
     for cell in cells:
-        rows_of_a_pass = str(cell["settings"].get("micro", 32))
-        rows.append([f"bf16 GRPO, seed 2, passes of {rows_of_a_pass} answers", with_error(cell, "masters", False)])
-    mean, error = mean_and_error([points])
-    rows.append(["difference, paired by problem", f"{mean:+.1f} ± {error:.1f}"])
+        # Cells whose settings lack it took 32.
+        answers = cell["settings"].get("micro", 32)
+        rows.append([f"bf16 GRPO, seed 2, passes of {answers} answers", with_error(cell, "masters", False)])
+
+    points = difference(*cells, ("masters", "masters"))
+    rows.append(["difference, paired by problem", mean_gain([points])])
     return markdown(["training", "bfloat16, %"], rows)
 
 
@@ -356,11 +423,10 @@ def mismatch_table() -> str:
     for regime in REGIMES:
         for arm in ARMS:
             for cell in cells_of(regime, arm):
-                log = cell["log"]
-                means = log["mismatch/logp_diff_mean"]
-                largest = max(log["mismatch/logp_diff_max"])
-                figures = [f"{value:.2g}" for value in (means[0], statistics.fmean(means), largest)]
-                rows.append([regime, arm, str(cell["seed"]), *figures])
+                means = cell["log"]["mismatch/logp_diff_mean"]
+                largest = max(cell["log"]["mismatch/logp_diff_max"])
+                figures = (means[0], statistics.fmean(means), largest)
+                rows.append([regime, arm, str(cell["seed"]), *(f"{value:.2g}" for value in figures)])
     return markdown(["regime", "arm", "seed", "first batch", "mean of the run", "largest of a token"], rows)
 
 
@@ -372,9 +438,11 @@ def distill_table() -> str:
         scores = result["results"][name]
         sampled = [100 * right / result["samples"] for right in scores["scores"]]
         greedy = [100.0 * right for right in scores["greedy"]]
-        # Of the first and of the last five updates.
-        losses = scores.get("loss", [])
-        ends = [f"{statistics.fmean(part):.3f}" if part else "-" for part in (losses[:5], losses[-5:])]
+        # Of the first and of the last five updates, where something was distilled.
+        ends = ["-", "-"]
+        if scores.get("loss"):
+            losses = scores["loss"]
+            ends = [f"{statistics.fmean(losses[:5]):.3f}", f"{statistics.fmean(losses[-5:]):.3f}"]
         rows.append([words, *ends, percent(sampled), percent(greedy)])
     return markdown(["start", "KL at first", "KL at last", "4 samples, %", "greedy, %"], rows)
 
@@ -382,35 +450,31 @@ def distill_table() -> str:
 def recovered_table() -> str:
     """One start, rounded, by GPTQ and by each distillation of it, on the held-out problems."""
     (undistilled,) = cells_of("undistilled", BEFORE)
-    models = [("bfloat16 itself", undistilled, "masters")]
-    models += [("rounded", undistilled, "low_bit"), ("GPTQ", undistilled, "gptq")]
     distilled = cells_of("distilled", BEFORE)
-    models += [("distilled", cell, "low_bit") for cell in distilled]
+    models = [
+        ("bfloat16 itself", undistilled, "masters"),
+        ("rounded", undistilled, "low_bit"),
+        ("GPTQ", undistilled, "gptq"),
+    ]
+    for cell in distilled:
+        models.append(("distilled", cell, "low_bit"))
 
     rows = []
     for words, cell, model in models:
-        rows.append([words, *(percent(shares(cell, model, greedy)) for greedy in (False, True))])
+        sampled = percent(shares(cell, model))
+        greedy = percent(shares(cell, model, greedy=True))
+        rows.append([words, sampled, greedy])
     for cell in distilled:
-        gains = [points_by_problem(undistilled, cell, greedy) for greedy in (False, True)]
-        rows.append(["distilled less rounded, by problem", *gains])
+        sampled = gain_of_distillation(undistilled, cell, greedy=False)
+        greedy = gain_of_distillation(undistilled, cell, greedy=True)
+        rows.append(["distilled less rounded, by problem", sampled, greedy])
     return markdown(["4-bit start", "4 samples, %", "greedy, %"], rows)
 
 
-def points_by_problem(before: Cell, after: Cell, greedy: bool) -> str:
-    """The difference of two 4-bit models, with its error by problems."""
-    pairs = zip(shares(before, "low_bit", greedy), shares(after, "low_bit", greedy), strict=True)
-    points = [second - first for first, second in pairs]
-    return f"{statistics.fmean(points):+.1f} ± {error_of_problems(points):.1f}"
-
-
-def percent(values: list[float]) -> str:
-    return f"{statistics.fmean(values):.1f} ± {error_of_problems(values):.1f}"
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def gain_of_distillation(before: Cell, after: Cell, greedy: bool) -> str:
+    """The difference of two 4-bit models, problem by problem. Their starts differ, so `difference` refuses them."""
+    points = points_between(shares(before, "low_bit", greedy), shares(after, "low_bit", greedy))
+    return gain(points)
 
 
 # Pages ---------------------------------------------------------------------------------------------------------------
@@ -418,7 +482,7 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def tables() -> dict[str, str]:
     """All tables by their marks."""
-    made = {
+    by_name = {
         "real: deployed": deployed_table(greedy=False),
         "real: deployed, greedy": deployed_table(greedy=True),
         "real: choices": choices_table(),
@@ -426,18 +490,25 @@ def tables() -> dict[str, str]:
         "real: mismatch": mismatch_table(),
         "real: distill": distill_table(),
     }
-    if all(cells_of(regime, BEFORE) for regime in ("undistilled", "distilled")):
-        made["real: recovered"] = recovered_table()
+    if cells_of("undistilled", BEFORE) and cells_of("distilled", BEFORE):
+        by_name["real: recovered"] = recovered_table()
+
     for regime in REGIMES:
         if (real_arms.FOLDER / regime).exists():
-            made[f"real: {regime}"] = cells_table(regime)
+            by_name[f"real: {regime}"] = cells_table(regime)
             if any(cells_of(regime, arm) for arm in ARMS):
-                made[f"real differences: {regime}"] = differences_table(regime)
-    return {f"<!-- {name} -->\n": text for name, text in made.items()}
+                by_name[f"real differences: {regime}"] = differences_table(regime)
+    return {f"<!-- {name} -->\n": text for name, text in by_name.items()}
 
 
 def put_tables(page: Path, made: dict[str, str]) -> None:
-    """Write the tables between those marks that a page has."""
+    """
+    Write the tables between those marks that a page has.
+
+    Args:
+        page: The file, which is changed.
+        made: The tables by their marks, each a line of the page.
+    """
     text = page.read_text()
     for mark, table in made.items():
         if mark not in text:
