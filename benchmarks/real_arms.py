@@ -94,6 +94,8 @@ REGIMES: dict[str, dict[str, Any]] = {
 DISTILL_ON = "answers"
 DISTILL_UPDATES = 90  # of 16 answers: about three passes over the training problems
 BEFORE = "before training"
+# What a cell may score: the trained weights, the low-bit model of its run, by GPTQ, and distilled again.
+MODELS = ("masters", "low_bit", "gptq", "again")
 SAMPLES = 4  # of a held-out problem, at temperature 1
 # How the names of the logged columns begin that a cell keeps.
 KEPT = (
@@ -239,7 +241,7 @@ def run_cell(
         arm: A key of `ARMS`, or `BEFORE`.
         seed: Of training and draws.
         keep: Folder that gets the trained weights.
-        scored: Only these of "masters", "low_bit", "gptq" and "again" (default: all).
+        scored: Only these of `MODELS` (default: all).
     """
     import common
 
@@ -309,7 +311,8 @@ def make_models(folder: Path, start: Path, regime: str, arm: str, scored: Sequen
     if settings.get("distill_again") and arm != BEFORE:
         distill(folder / "masters", folder / "again", start)
         names.append("again")
-    return [folder / name for name in names if not scored or name in scored]
+    # That of a merged adapter lies deeper.
+    return [folder / name for name in names if not scored or Path(name).name in scored]
 
 
 def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: bool = False) -> list[int]:
@@ -451,11 +454,12 @@ def run_all(options: argparse.Namespace) -> None:
             cell = waiting.pop(0)
             running[start_cell(options, *cell)] = cell
 
+        # Takes the child, so a process cannot tell how it ended.
         os.wait()
         for process in list(running):
             if process.poll() is not None:
                 cell = running.pop(process)
-                print(*cell, "done" if process.returncode == 0 else "FAILED", flush=True)
+                print(*cell, "done" if file_of(*cell).exists() else "FAILED", flush=True)
 
 
 def start_cell(options: argparse.Namespace, regime: str, arm: str, seed: int) -> subprocess.Popen:
@@ -481,7 +485,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
     parser.add_argument("--keep", type=Path, help="keep the trained bfloat16 weights in this folder")
-    parser.add_argument("--scored", nargs="+", default=[], help="score these models of a cell alone (default: all)")
+    parser.add_argument("--scored", nargs="+", choices=MODELS, default=[], help="score these alone (default: all)")
     parser.add_argument("--one", action="store_true", help="the first cell, in this process")
     parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
     options = parser.parse_args()
