@@ -56,19 +56,24 @@ def measure() -> None:
     """
     Every cell in a process of its own; the file is written anew after each, and cells that it has are not run again.
     """
-    import common  # here: it changes the environment, and a test imports this file for its table
+    # Here, because it changes the environment, and a test imports this file for its table.
+    import common
 
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     from slow import test_kv_cache
     from slow.isolated import isolated
     from slow.toys import save_model
 
-    results = json.loads(FILE.read_text()) if FILE.exists() else {"cells": {}}
+    results: dict[str, Any] = {"cells": {}}
+    if FILE.exists():
+        results = json.loads(FILE.read_text())
+
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder) / "model", layers=4)
         for name, settings in cells().items():
             if name in results["cells"]:
                 continue
+
             run = tempfile.mkdtemp(dir=folder)
             results["cells"][name] = isolated(test_kv_cache.measure, model, run, settings)
             results["machine"] = common.machine()
@@ -77,16 +82,26 @@ def measure() -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Nats by what the engine has in low bits and by learner, and the tokens in its cache."""
-    lines = [
-        ["in low bits in the engine", *(f"learner: {name}" for name in LEARNERS), "tokens in a GiB"],
-        ["---"] * (2 + len(LEARNERS)),
-    ]
+    """
+    Nats by what the engine has in low bits and by learner, and the tokens in its cache.
+
+    Args:
+        results: The content of the result file.
+
+    Returns:
+        A table in Markdown. A cell that nobody runs is empty.
+    """
+    learners = [f"learner: {learner}" for learner in LEARNERS]
+    header = ["in low bits in the engine", *learners, "tokens in a GiB"]
+    lines = [header, ["---"] * len(header)]
+
     for engine in ENGINES:
         of_engine = [results["cells"].get(f"{engine} | {learner}") for learner in LEARNERS]
         nats = ["" if cell is None else f"{cell['logp_diff']:.2g}" for cell in of_engine]
+        # The engine has one cache, whichever learner is beside it.
         places = next(cell["places"] for cell in of_engine if cell is not None)
         lines.append([engine, *nats, f"{places:,.0f}"])
+
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -94,6 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the table and measure nothing")
     options = parser.parse_args()
+
     if not options.table:
         measure()
     print(table(json.loads(FILE.read_text())))

@@ -14,6 +14,7 @@ real_arms.py.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,43 +33,89 @@ RECIPE = common.ROOT / "examples" / "smollm2" / "qarl.yaml"
 LAYERS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
 LORA = ["--use_peft", "true", "--lora_r", "16", "--lora_alpha", "32", "--lora_dropout", "0.0", "--dtype", "bfloat16"]
 LORA += ["--learning_rate", "2e-4", "--lora_target_modules", *LAYERS]
-WAYS = {"full": [], "merged": [*LORA, "--lora_base", "merged"], "frozen": [*LORA, "--lora_base", "frozen"]}
+# What each way adds to the options of the recipe.
+WAYS: dict[str, list[str]] = {
+    "full": [],
+    "merged": [*LORA, "--lora_base", "merged"],
+    "frozen": [*LORA, "--lora_base", "frozen"],
+}
 PARTS = ("rollout", "sync", "update")
-HELD = ("master weights", "optimizer state", "quantized values", "gradients")  # as `plan` names them
+# What the learner holds, as `plan` names it.
+HELD = ("master weights", "optimizer state", "quantized values", "gradients")
 
 
 def recipe(way: str, folder: str) -> list[str]:
+    """The options of `qarl-trl train` for one way."""
     argv = ["--config", str(RECIPE), "--model_name_or_path", f"{folder}/start"]
-    return [*argv, "--dataset_name_or_path", f"{folder}/train.jsonl", *WAYS[way]]
+    argv += ["--dataset_name_or_path", f"{folder}/train.jsonl"]
+    return argv + WAYS[way]
+
+
+# In the process of one way ------------------------------------------------------------------------------------------
 
 
 def train(way: str, folder: str, updates: int, out: str) -> dict[str, Any]:
     """Train one way; what it held, and its log."""
-    import torch
-
     from qarl_trl import train as command
-    from qarl_trl.quant import quantized_modules
 
     argv = [*recipe(way, folder), "--output_dir", f"{out}/run", "--max_steps", str(updates), "--disable_tqdm", "true"]
-    parsed, imported, held = command.parse(argv), peak(), dict[str, int]()
+    parsed = command.parse(argv)
+    imported = peak()
     trainer = command.make_trainer(*parsed)
+    held: dict[str, int] = {}
 
-    def census(optimizer: Any, *_: Any) -> None:  # before a step: gradients are there, and from the second on moments
-        parameters = list(trainer.model.parameters())
-        moments = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
-        low_bits = [t for _, layer in quantized_modules(trainer.model) for t in layer.low_bit().tensors.values()]
-        groups = (parameters, moments, low_bits, [p.grad for p in parameters if p.grad is not None])
-        held.update(zip(HELD, (sum(t.nbytes for t in group) for group in groups), strict=True))
+    def take_census(optimizer: Any, *_: Any) -> None:
+        held.update(census(trainer.model, optimizer))
 
     trainer.create_optimizer()
-    trainer.optimizer.register_step_pre_hook(census)
+    # Before a step gradients are there, and from the second step on moments.
+    trainer.optimizer.register_step_pre_hook(take_census)
     trainer.train()
+
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     return {
         "peak": peak() - imported,
         "held": held,
-        "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "trained": sum(parameter.numel() for parameter in trained),
         "log": [row for row in trainer.state.log_history if "loss" in row],
     }
+
+
+def census(model: Any, optimizer: Any) -> dict[str, int]:
+    """Bytes that the learner holds now, by the names that `plan` has for them."""
+    import torch
+
+    from qarl_trl.quant import quantized_modules
+
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    moments = []
+    for state in optimizer.state.values():
+        moments += [value for value in state.values() if torch.is_tensor(value)]
+
+    low_bits = []
+    for _, layer in quantized_modules(model):
+        low_bits += layer.low_bit().tensors.values()
+
+    return {
+        "master weights": total_bytes(parameters),
+        "optimizer state": total_bytes(moments),
+        "quantized values": total_bytes(low_bits),
+        "gradients": total_bytes(gradients),
+    }
+
+
+def total_bytes(tensors: Iterable[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def peak() -> int:
+    """The largest resident size of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# Here ---------------------------------------------------------------------------------------------------------------
 
 
 def planned(way: str, folder: str) -> dict[str, int]:
@@ -77,40 +125,57 @@ def planned(way: str, folder: str) -> dict[str, int]:
     from qarl_trl.tools.plan.run import Hardware
 
     run = advise(recipe(way, folder), Hardware(gpus=1, memory=24)).run
-    items = {name: size for name, size in moments(run)["backward"].items() if "assumed" not in name}
-    return items | {"key-value cache": int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30}
+    in_backward = moments(run)["backward"]
+    items = {name: size for name, size in in_backward.items() if "assumed" not in name}
+    items["key-value cache"] = int(os.environ["VLLM_CPU_KVCACHE_SPACE"]) << 30
+    return items
 
 
-def peak() -> int:
-    """The largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def measured(way: str, args: Any) -> dict[str, Any]:
-    """[`train`] in a process of its own."""
+def measured(way: str, args: argparse.Namespace) -> dict[str, Any]:
+    """[`train`] in a process of its own, and what `plan` says of it."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, __file__, "--way", way, "--out", out, "--folder", args.folder]
-        if subprocess.run([*command, "--updates", str(args.updates)]).returncode:
+        command = [sys.executable, __file__, "--way", way, "--out", out]
+        command += ["--folder", args.folder, "--updates", str(args.updates)]
+        if subprocess.run(command).returncode:
             raise SystemExit(f"{way} failed; its output is above.")
-        return json.loads(Path(out, "result.json").read_text()) | {"planned": planned(way, args.folder)}
+
+        result = json.loads(Path(out, "result.json").read_text())
+    result["planned"] = planned(way, args.folder)
+    return result
 
 
-def row(way: str, found: dict[str, Any]) -> dict[str, Any]:
+def row_of(way: str, result: dict[str, Any]) -> dict[str, Any]:
     """A line of the table; the first rollout batch, which starts the kernels, is left out of its times."""
-    log = [update for update in found["log"] if "time/update" in update][2:] or found["log"]
-    seconds = [sum(update.get(f"time/{part}", 0.0) for part in PARTS) for update in log]
+    log = result["log"]
+    # A rollout batch has two updates. A run of no more than that is all there is.
+    updates = [update for update in log if "time/update" in update][2:] or log
+    seconds = []
+    for update in updates:
+        seconds.append(sum(update.get(f"time/{part}", 0.0) for part in PARTS))
+    synced = [update["sync/bytes"] for update in log if "sync/bytes" in update]
+
+    held = sum(result["held"].values())
+    planned_held = sum(result["planned"].get(name, 0) for name in HELD)
     return {
         "way": way,
-        "learner MB": sum(found["held"].values()) / 1e6,
-        "planned MB": sum(found["planned"].get(name, 0) for name in HELD) / 1e6,
-        "peak MB": found["peak"] / 1e6,
-        "planned peak MB": sum(found["planned"].values()) / 1e6,
-        "trained M": found["trained"] / 1e6,
-        "sync MB": [update["sync/bytes"] for update in found["log"] if "sync/bytes" in update][-1] / 1e6,
+        "learner MB": held / 1e6,
+        "planned MB": planned_held / 1e6,
+        "peak MB": result["peak"] / 1e6,
+        "planned peak MB": sum(result["planned"].values()) / 1e6,
+        "trained M": result["trained"] / 1e6,
+        "sync MB": synced[-1] / 1e6,
         "s an update": statistics.median(seconds),
         "from, to": f"{min(seconds):.1f} to {max(seconds):.1f}",
-        "mismatch": max(update.get("mismatch/logp_diff_mean", 0.0) for update in found["log"]),
+        "mismatch": max(update.get("mismatch/logp_diff_mean", 0.0) for update in log),
     }
+
+
+def headline_of(row: dict[str, Any]) -> str:
+    """What one way holds and moves."""
+    return (
+        f"{row['way']}: the learner holds {row['learner MB']:.0f} MB, planned {row['planned MB']:.0f}; a sync moves "
+        f"{row['sync MB']:.2f} MB"
+    )
 
 
 def main() -> None:
@@ -122,18 +187,15 @@ def main() -> None:
         out=("", "", "its folder"),
     )
     if args.way:
-        found = train(args.way, args.folder, args.updates, args.out)
-        Path(args.out, "result.json").write_text(json.dumps(found))
+        result = train(args.way, args.folder, args.updates, args.out)
+        Path(args.out, "result.json").write_text(json.dumps(result))
         return
+
     load = os.getloadavg()[0]
-    found = {way: measured(way, args) for way in WAYS}
-    rows = [row(way, found[way]) for way in WAYS]
-    headlines = [
-        f"{r['way']}: the learner holds {r['learner MB']:.0f} MB, planned {r['planned MB']:.0f}; a sync moves "
-        f"{r['sync MB']:.2f} MB"
-        for r in rows
-    ]
-    common.report("bench_lora_base", args, headlines, rows, load, found=found)
+    results = {way: measured(way, args) for way in WAYS}
+    rows = [row_of(way, result) for way, result in results.items()]
+    headlines = [headline_of(row) for row in rows]
+    common.report("bench_lora_base", args, headlines, rows, load, found=results)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ are taken with and without in turns; the time within the functions themselves sa
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 import time
@@ -25,6 +26,8 @@ MEASURED = {
     "logp_diff": ("_log_mismatch", lambda trainer: trainer),
     "flips of quantized weights": ("update", lambda trainer: trainer._weight_flips),
 }
+# What runs while none of them does.
+REST = "the rest"
 
 
 class Switch:
@@ -37,59 +40,92 @@ class Switch:
         self.seconds: dict[str, float] = defaultdict(float)
         self.collectives: dict[str, int] = defaultdict(int)
         self.calls: dict[str, int] = defaultdict(int)
-        self._running = "the rest"
+        self._running = REST
+
         for name, (attribute, owner_of) in MEASURED.items():
             owner = owner_of(trainer)
             setattr(owner, attribute, self._counted(name, getattr(owner, attribute)))
-        gather = trainer.accelerator.gather
+        trainer.accelerator.gather = self._counted_gather(trainer.accelerator.gather)
 
-        def counted_gather(tensor: Any) -> Any:
-            self.collectives[self._running] += self.on
-            return gather(tensor)
-
-        trainer.accelerator.gather = counted_gather
+    def clear(self) -> None:
+        """Forget what was counted so far."""
+        self.seconds.clear()
+        self.collectives.clear()
+        self.calls.clear()
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A measuring function that counts, or does nothing."""
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.on:
+                # The flips are a dictionary of metrics, the others return nothing.
                 return {} if name == "flips of quantized weights" else None
-            outer, self._running, start = self._running, name, time.perf_counter()
+
+            outer = self._running
+            self._running = name
+            start = time.perf_counter()
             result = function(*args, **kwargs)
             spent = time.perf_counter() - start
+
             self.seconds[name] += spent
-            self.seconds[outer] -= spent  # one of them calls another; "the rest" is not read
+            # One of them calls another; those of the rest are not read.
+            self.seconds[outer] -= spent
             self.calls[name] += 1
             self._running = outer
             return result
 
         return call
 
+    def _counted_gather(self, gather: Callable[..., Any]) -> Callable[..., Any]:
+        """The accelerator's collective, counted for the function that calls it."""
 
-def train(path: str, folder: str, args: Any) -> tuple[Switch, common.Times]:
-    """Seconds of the rollout batches with and without, in pairs that start with the one and the other in turn."""
-    from datasets import Dataset
-    from transformers import PrinterCallback, TrainerCallback
+        def call(tensor: Any) -> Any:
+            if self.on:
+                self.collectives[self._running] += 1
+            return gather(tensor)
 
-    from qarl_trl import QaRLConfig, QaRLTrainer
+        return call
 
-    times: common.Times = {"with": [], "without": []}
+
+def make_turns(switch: Switch, updates: int, times: common.Times) -> Any:
+    """
+    Make a callback that turns the measuring on and off, in pairs that start with the one and the other in turn.
+
+    Args:
+        switch: Of the trainer.
+        updates: Number of updates of a rollout batch.
+        times: Gets the seconds of each rollout batch after the first, `with` and `without`.
+    """
+    from transformers import TrainerCallback
 
     class Turns(TrainerCallback):
         start = 0.0
 
         def on_step_begin(self, config: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            done, within = divmod(state.global_step, args.updates)
-            if within:
+            batches, update = divmod(state.global_step, updates)
+            if update > 0:
                 return
+
             now = time.perf_counter()
-            if done > 1:  # the first rollout batch warms up
+            # The first rollout batch warms up.
+            if batches > 1:
                 times["with" if switch.on else "without"].append(now - self.start)
-            pair, second = divmod(done - 1, 2)
-            switch.on = done == 0 or (pair + second) % 2 == 0
-            if done == 1:
-                for counts in (switch.seconds, switch.collectives, switch.calls):
-                    counts.clear()
+            if batches == 1:
+                switch.clear()
+
+            pair, second = divmod(batches - 1, 2)
+            switch.on = batches == 0 or (pair + second) % 2 == 0
             self.start = time.perf_counter()
+
+    return Turns()
+
+
+def train(path: str, folder: str, args: argparse.Namespace) -> tuple[Switch, common.Times]:
+    """Train a model. Returns what was counted, and the seconds of the rollout batches with and without."""
+    from datasets import Dataset
+    from transformers import PrinterCallback
+
+    from qarl_trl import QaRLConfig, QaRLTrainer
 
     config = QaRLConfig(
         output_dir=folder,
@@ -102,20 +138,58 @@ def train(path: str, folder: str, args: Any) -> tuple[Switch, common.Times]:
         num_generations=8,
         per_device_train_batch_size=args.batch,
         steps_per_generation=args.updates,
-        max_steps=args.updates * (2 * args.pairs + 1) + 1,  # the last ends the last pair
+        # The last step ends the last pair.
+        max_steps=args.updates * (2 * args.pairs + 1) + 1,
         learning_rate=1e-5,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
     )
-    prompts = Dataset.from_list([{"prompt": f"{10 + i}+{99 - i}="} for i in range(64)])
+    prompts = Dataset.from_list([{"prompt": f"{10 + number}+{99 - number}="} for number in range(64)])
     trainer = QaRLTrainer(path, distinct_characters, config, train_dataset=prompts)
+
     switch = Switch(trainer)
+    times: common.Times = {"with": [], "without": []}
     trainer.remove_callback(PrinterCallback)
-    trainer.callback_handler.callbacks.insert(0, Turns())
+    trainer.callback_handler.callbacks.insert(0, make_turns(switch, args.updates, times))
     trainer.train()
     return switch, times
+
+
+def rows_of(switch: Switch, whole: float) -> list[dict[str, Any]]:
+    """
+    The table: a line for each measuring function.
+
+    Args:
+        switch: What was counted.
+        whole: Seconds of all rollout batches with the functions.
+    """
+    rows = []
+    for name in MEASURED:
+        calls = switch.calls[name]
+        rows.append(
+            {
+                "what": name,
+                "share of the step": switch.seconds[name] / whole,
+                "milliseconds a call": 1e3 * switch.seconds[name] / calls,
+                "collectives a call": switch.collectives[name] / calls,
+            }
+        )
+    return rows
+
+
+def headlines_of(switch: Switch, times: common.Times) -> list[str]:
+    """The claim, the same by the seconds of whole rollout batches, and what else is collective."""
+    share = sum(switch.seconds[name] for name in MEASURED) / sum(times["with"])
+    compared = common.ratio(times, "with", "without")
+    others = switch.collectives[REST] / switch.calls["logp_diff"]
+    return [
+        f"time within the measuring functions: {share:.2%} of the step {common.verdict(share, GOAL)}",
+        f"with all of it / without: {compared['ratio']:.3f} ({compared['quartile_low']:.3f} to "
+        f"{compared['quartile_high']:.3f})",
+        f"other collectives in the same steps: {others:.0f} a rollout batch",
+    ]
 
 
 def main() -> None:
@@ -130,29 +204,13 @@ def main() -> None:
         pairs=(3, 1, "rollout batches with and without, after one that is not counted"),
     )
     load = os.getloadavg()[0]
+
     with tempfile.TemporaryDirectory() as folder:
         path = common.save_model(Path(folder) / "model", args.hidden, args.layers, args.inner)
         switch, times = train(path, folder, args)
-    whole = sum(times["with"])
-    rows = [
-        {
-            "what": name,
-            "share of the step": switch.seconds[name] / whole,
-            "milliseconds a call": 1e3 * switch.seconds[name] / switch.calls[name],
-            "collectives a call": switch.collectives[name] / switch.calls[name],
-        }
-        for name in MEASURED
-    ]
-    share = sum(switch.seconds[name] for name in MEASURED) / whole
-    compared = common.ratio(times, "with", "without")
-    headlines = [
-        f"time within the measuring functions: {share:.2%} of the step {common.verdict(share, GOAL)}",
-        f"with all of it / without: {compared['ratio']:.3f} ({compared['quartile_low']:.3f} to "
-        f"{compared['quartile_high']:.3f})",
-        f"other collectives in the same steps: {switch.collectives['the rest'] / switch.calls['logp_diff']:.0f} a "
-        "rollout batch",
-    ]
-    common.report("bench_metrics", args, headlines, rows, load, times=times)
+
+    rows = rows_of(switch, sum(times["with"]))
+    common.report("bench_metrics", args, headlines_of(switch, times), rows, load, times=times)
 
 
 if __name__ == "__main__":

@@ -24,25 +24,19 @@ LEARNERS: dict[str, dict[str, Any]] = {
     "bf16": {"quantize_learner": False},
 }
 STOCK = LEARNERS["transformers' operations"]
+BF16: dict[str, Any] = {"quant_scheme": "none", "lora_base": "merged"}
+MERGED: dict[str, Any] = {"quant_scheme": "W4A16", "lora_base": "merged"}
+FROZEN: dict[str, Any] = {"quant_scheme": "W4A16", "lora_base": "frozen"}
+MERGED_FP8: dict[str, Any] = {"quant_scheme": "FP8_DYNAMIC", "lora_base": "merged"}
+# By `engine | learner`.
 LORA: dict[str, dict[str, Any]] = {
-    "bf16, merged | bf16, merged: the floor": {"quant_scheme": "none", "lora_base": "merged"} | STOCK,
-    "`Q(W + s B A)` | the same": {"quant_scheme": "W4A16", "lora_base": "merged"} | STOCK,
-    "`Q(W + s B A)` | the same, engine's operations": {"quant_scheme": "W4A16", "lora_base": "merged"},
-    "`Q(W + s B A)` | bf16 with the adapter": {
-        "quant_scheme": "W4A16",
-        "lora_base": "merged",
-        "quantize_learner": False,
-    },
-    "`Q(W)` with the adapter beside it (`lora_base: frozen`) | the same": {
-        "quant_scheme": "W4A16",
-        "lora_base": "frozen",
-    }
-    | STOCK,
-    "`Q(W)` with the adapter beside it (`lora_base: frozen`) | the same, engine's operations": {
-        "quant_scheme": "W4A16",
-        "lora_base": "frozen",
-    },
-    "FP8_DYNAMIC, merged | the same": {"quant_scheme": "FP8_DYNAMIC", "lora_base": "merged"} | STOCK,
+    "bf16, merged | bf16, merged: the floor": BF16 | STOCK,
+    "`Q(W + s B A)` | the same": MERGED | STOCK,
+    "`Q(W + s B A)` | the same, engine's operations": MERGED,
+    "`Q(W + s B A)` | bf16 with the adapter": MERGED | {"quantize_learner": False},
+    "`Q(W)` with the adapter beside it (`lora_base: frozen`) | the same": FROZEN | STOCK,
+    "`Q(W)` with the adapter beside it (`lora_base: frozen`) | the same, engine's operations": FROZEN,
+    "FP8_DYNAMIC, merged | the same": MERGED_FP8 | STOCK,
 }
 CHECKED = ("none", "W4A16", "W8A8", "FP8_DYNAMIC")
 
@@ -51,7 +45,8 @@ def measure(file: Path) -> None:
     """
     Every cell in a process of its own; the file is written anew after each, and cells that it has are not run again.
     """
-    import common  # here: it changes the environment, and a test imports this file for its tables
+    # Here, because it changes the environment, and a test imports this file for its tables.
+    import common
 
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     from slow.isolated import isolated
@@ -59,79 +54,128 @@ def measure(file: Path) -> None:
     from slow.test_sync_check import readings_of
     from slow.toys import save_model
 
-    found = json.loads(file.read_text()) if file.exists() else {"mismatch": {}, "lora": {}, "sync_check": {}}
+    results: dict[str, Any] = {"mismatch": {}, "lora": {}, "sync_check": {}}
+    if file.exists():
+        results = json.loads(file.read_text())
+
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(Path(folder) / "model", layers=4)
 
-        def keep(table: str, name: str, function: Any, what: Any) -> None:
-            if name not in found[table]:
-                found[table][name] = isolated(function, model, tempfile.mkdtemp(dir=folder), what)
-                found["machine"] = common.machine()
-                file.write_text(json.dumps(found, separators=(",", ":")) + "\n")
-                print(table, name, flush=True)
+        def measure_cell(table: str, name: str, function: Any, what: Any) -> None:
+            if name in results[table]:
+                return
+
+            run = tempfile.mkdtemp(dir=folder)
+            results[table][name] = isolated(function, model, run, what)
+            results["machine"] = common.machine()
+            file.write_text(json.dumps(results, separators=(",", ":")) + "\n")
+            print(table, name, flush=True)
 
         for scheme in SCHEMES:
             for learner, changes in LEARNERS.items():
-                if scheme != "none" or changes == STOCK:  # without quantization the learner is TRL's
-                    keep("mismatch", f"{scheme} | {learner}", logp_diff, {"quant_scheme": scheme} | changes)
+                # Without quantization the learner is TRL's.
+                if scheme != "none" or changes == STOCK:
+                    settings = {"quant_scheme": scheme} | changes
+                    measure_cell("mismatch", f"{scheme} | {learner}", logp_diff, settings)
         for name, changes in LORA.items():
-            keep("lora", name, logp_diff, changes)
+            measure_cell("lora", name, logp_diff, changes)
         for scheme in CHECKED:
-            keep("sync_check", scheme, readings_of, scheme)
+            measure_cell("sync_check", scheme, readings_of, scheme)
 
 
-def mismatch_table(found: dict[str, Any]) -> str:
-    """Nats by scheme and learner."""
-    lines = [["engine", *(f"learner: {name}" for name in LEARNERS)], ["---"] * (1 + len(LEARNERS))]
+# Tables -------------------------------------------------------------------------------------------------------------
+
+
+def mismatch_table(results: dict[str, Any]) -> str:
+    """
+    Nats by scheme and learner.
+
+    Args:
+        results: The content of the result file.
+
+    Returns:
+        A table in Markdown. A cell that nobody runs is empty.
+    """
+    lines = [["engine", *(f"learner: {learner}" for learner in LEARNERS)]]
     for scheme in SCHEMES:
-        cells = [found["mismatch"].get(f"{scheme} | {learner}") for learner in LEARNERS]
-        lines.append([scheme, *("" if cell is None else f"{cell['logp_diff']:.2g}" for cell in cells)])
-    return _table(lines)
-
-
-def lora_table(found: dict[str, Any]) -> str:
-    """Nats of adapters, and in floors."""
-    lines = [["engine", "learner", "mismatch, nats", "floors"], ["---"] * 4]
-    floor = next(iter(found["lora"].values()))["logp_diff"]
-    for name, cell in found["lora"].items():
-        engine, learner = name.split("|")
-        lines.append([engine.strip(), learner.strip(), f"{cell['logp_diff']:.2g}", f"{cell['logp_diff'] / floor:.2g}"])
-    return _table(lines)
-
-
-def sync_check_table(found: dict[str, Any]) -> str:
-    """Readings in noise floors: the largest of the healthy, the smallest of the faults."""
-    rows = {
-        "healthy": (max, "healthy"),
-        "rounding ten times as coarse": (max, "rounding x10"),
-        "**limit**": (None, "healthy"),
-        "one layer not loaded": (min, "unloaded layer"),
-        "one layer random": (min, "random layer"),
-        "never synced, or all layers wrong": (min, ("never synced", "unloaded all", "random all")),
-    }
-    lines = [["", *found["sync_check"]], ["---"] * (1 + len(found["sync_check"]))]
-    for title, (pick, names) in rows.items():
-        line = [title]
-        for readings in found["sync_check"].values():
-            chosen = [row for name, row in readings["first"].items() if name.startswith(names)]
-            what = "limit" if pick is None else "logp_diff"
-            line.append(f"{(pick or max)(row[what] / row['noise_floor'] for row in chosen):.2f}")
+        line = [scheme]
+        for learner in LEARNERS:
+            cell = results["mismatch"].get(f"{scheme} | {learner}")
+            line.append("" if cell is None else f"{cell['logp_diff']:.2g}")
         lines.append(line)
-    return _table(lines)
+    return _markdown(lines)
 
 
-def _table(lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def lora_table(results: dict[str, Any]) -> str:
+    """
+    Nats of adapters, and in floors: the mismatch of the first line, where nothing is in low bits.
+
+    Args:
+        results: The content of the result file.
+
+    Returns:
+        A table in Markdown.
+    """
+    lines = [["engine", "learner", "mismatch, nats", "floors"]]
+    floor = next(iter(results["lora"].values()))["logp_diff"]
+    for name, cell in results["lora"].items():
+        engine, learner = name.split("|")
+        nats = cell["logp_diff"]
+        lines.append([engine.strip(), learner.strip(), f"{nats:.2g}", f"{nats / floor:.2g}"])
+    return _markdown(lines)
+
+
+def sync_check_table(results: dict[str, Any]) -> str:
+    """
+    Readings in noise floors: the largest of the healthy, the smallest of the faults.
+
+    Args:
+        results: The content of the result file.
+
+    Returns:
+        A table in Markdown.
+    """
+    # Of each line: the beginnings of the names of its readings, what is read, and which of them is shown.
+    rows: dict[str, tuple[tuple[str, ...], str, Any]] = {
+        "healthy": (("healthy",), "logp_diff", max),
+        "rounding ten times as coarse": (("rounding x10",), "logp_diff", max),
+        "**limit**": (("healthy",), "limit", max),
+        "one layer not loaded": (("unloaded layer",), "logp_diff", min),
+        "one layer random": (("random layer",), "logp_diff", min),
+        "never synced, or all layers wrong": (("never synced", "unloaded all", "random all"), "logp_diff", min),
+    }
+
+    lines = [["", *results["sync_check"]]]
+    for title, (beginnings, what, pick) in rows.items():
+        line = [title]
+        for readings in results["sync_check"].values():
+            in_floors = []
+            for name, reading in readings["first"].items():
+                if name.startswith(beginnings):
+                    in_floors.append(reading[what] / reading["noise_floor"])
+            line.append(f"{pick(in_floors):.2f}")
+        lines.append(line)
+    return _markdown(lines)
+
+
+def _markdown(lines: list[list[str]]) -> str:
+    """A table whose first line is the header."""
+    header, *rest = lines
+    rule = ["---"] * len(header)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, rule, *rest])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", action="store_true", help="print the tables and measure nothing")
-    options, file = parser.parse_args(), ROOT / "benchmarks/results/bench_mismatch.json"
+    options = parser.parse_args()
+    file = ROOT / "benchmarks/results/bench_mismatch.json"
+
     if not options.table:
         measure(file)
-    found = json.loads(file.read_text())
-    print("\n\n".join(table(found) for table in (mismatch_table, lora_table, sync_check_table)))
+    results = json.loads(file.read_text())
+    tables = [mismatch_table(results), lora_table(results), sync_check_table(results)]
+    print("\n\n".join(tables))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,13 @@ import common
 
 
 BLOCK = 10
+DRAWS = 2000
 CASES = [(scheme, lora) for scheme in ("W4A16", "FP8_DYNAMIC") for lora in (False, True)]
+# The kinds of memory whose series go to the result file.
+KINDS = ("memory", "heap", "blocks")
+
+
+# In the process of one case -----------------------------------------------------------------------------------------
 
 
 class _MallInfo(ctypes.Structure):
@@ -45,6 +51,7 @@ def status() -> dict[str, int]:
     libc.malloc_trim(0)
     libc.mallinfo2.restype = _MallInfo
     heap = libc.mallinfo2().sizes
+
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "memory": 1024 * int(lines["RssAnon"].split()[0]),
@@ -55,7 +62,7 @@ def status() -> dict[str, int]:
     }
 
 
-def soak(tick: Callable, path: str, folder: str, scheme: str, lora: bool, seconds: float) -> None:
+def soak(tick: Callable[..., Any], path: str, folder: str, scheme: str, lora: bool, seconds: float) -> None:
     """Ticks once, with what `status` says after each rollout batch and the seconds of its sync."""
     from bench_step import distinct_characters
     from datasets import Dataset
@@ -90,14 +97,20 @@ def soak(tick: Callable, path: str, folder: str, scheme: str, lora: bool, second
         report_to=[],
         disable_tqdm=True,
     )
-    adapter = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if lora else None
-    prompts = Dataset.from_list([{"prompt": f"{10 + i}+{99 - i}="} for i in range(64)])
+    adapter = None
+    if lora:
+        adapter = LoraConfig(r=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    prompts = Dataset.from_list([{"prompt": f"{10 + number}+{99 - number}="} for number in range(64)])
     trainer = QaRLTrainer(path, distinct_characters, args, train_dataset=prompts, peft_config=adapter)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Watch())
+
     end = time.monotonic() + seconds
     trainer.train()
     tick(rows)
+
+
+# Here ---------------------------------------------------------------------------------------------------------------
 
 
 def rate(values: list[float]) -> dict[str, float]:
@@ -106,50 +119,100 @@ def rate(values: list[float]) -> dict[str, float]:
     block's growth.
     """
     steps = [after - before for before, after in pairwise(values)]
-    blocks = [sum(steps[i : i + BLOCK]) for i in range(len(steps) - BLOCK + 1)] or [sum(steps)]
-    draw, number, per_100 = random.Random(0), max(1, len(steps) // BLOCK), 100 / min(BLOCK, len(steps))
-    means = sorted(per_100 * statistics.fmean(draw.choices(blocks, k=number)) for _ in range(2000))
-    found = 100 * statistics.fmean(steps), means[100], means[-101], per_100 * statistics.median(blocks)
-    return dict(zip(("mean", "5 %", "95 %", "median"), found, strict=True))
+    blocks = [sum(steps[first : first + BLOCK]) for first in range(len(steps) - BLOCK + 1)]
+    # Fewer steps than a block has are one.
+    if not blocks:
+        blocks = [sum(steps)]
+    per_100 = 100 / min(BLOCK, len(steps))
+
+    draw = random.Random(0)
+    number = max(1, len(steps) // BLOCK)
+    means = []
+    for _ in range(DRAWS):
+        drawn = draw.choices(blocks, k=number)
+        means.append(per_100 * statistics.fmean(drawn))
+    means.sort()
+
+    tail = DRAWS // 20
+    return {
+        "mean": 100 * statistics.fmean(steps),
+        "5 %": means[tail],
+        "95 %": means[-1 - tail],
+        "median": per_100 * statistics.median(blocks),
+    }
 
 
-def row_of(name: str, found: list[dict[str, float]]) -> dict[str, Any]:
-    """The line of one case."""
-    late, last = found[len(found) // 2 :], found[3 * len(found) // 4 :]
-    row: dict[str, Any] = {"case": name, "rollout batches": len(found), "MB at the end": found[-1]["memory"] / 1e6}
-    for key, part, of, unit in (
+def row_of(name: str, batches: list[dict[str, float]]) -> dict[str, Any]:
+    """
+    The line of one case.
+
+    Args:
+        name: Of the case.
+        batches: What `soak` ticked, a dictionary for each rollout batch.
+    """
+    late = batches[len(batches) // 2 :]
+    third_quarter = late[: len(late) // 2]
+    last_quarter = batches[3 * len(batches) // 4 :]
+
+    row: dict[str, Any] = {
+        "case": name,
+        "rollout batches": len(batches),
+        "MB at the end": batches[-1]["memory"] / 1e6,
+    }
+    for title, part, kind, unit in (
         ("MB per 100", late, "memory", 1e6),
-        ("MB per 100 of the last quarter", last, "memory", 1e6),
+        ("MB per 100 of the last quarter", last_quarter, "memory", 1e6),
         ("MB in use per 100", late, "heap", 1e6),
         ("Python blocks per 100", late, "blocks", 1),
     ):
-        row |= {f"{key}, {kind}": value / unit for kind, value in rate([r[of] for r in part]).items()}
-    quarters = [statistics.median(r["sync"] for r in part) for part in (late[: len(late) // 2], last)]
-    row["sync, ms"] = " then ".join(f"{1e3 * seconds:.1f}" for seconds in quarters)
-    return row | {key: f"{late[0][key]} to {late[-1][key]}" for key in ("files", "threads")}
+        rates = rate([batch[kind] for batch in part])
+        for statistic, value in rates.items():
+            row[f"{title}, {statistic}"] = value / unit
+
+    row["sync, ms"] = f"{sync_milliseconds(third_quarter):.1f} then {sync_milliseconds(last_quarter):.1f}"
+    for kind in ("files", "threads"):
+        row[kind] = f"{late[0][kind]} to {late[-1][kind]}"
+    return row
+
+
+def sync_milliseconds(batches: list[dict[str, float]]) -> float:
+    """The median time of a weight sync."""
+    return 1e3 * statistics.median(batch["sync"] for batch in batches)
+
+
+def headline_of(row: dict[str, Any]) -> str:
+    """How the memory of one case grows."""
+    return (
+        f"{row['case']}: {row['MB per 100, mean']:.2f} MB per 100 rollout batches ({row['MB per 100, 5 %']:.2f} to "
+        f"{row['MB per 100, 95 %']:.2f}, median {row['MB per 100, median']:.2f}), in use "
+        f"{row['MB in use per 100, median']:.3f}"
+    )
+
+
+def every_tenth(batches: list[dict[str, float]]) -> list[dict[str, float]]:
+    """The series of a case that goes to the result file."""
+    return [{kind: batch[kind] for kind in KINDS} for batch in batches[::10]]
 
 
 def main() -> None:
     args = common.arguments(__doc__, seconds=(140.0, 5.0, "time of each case after its start"))
     load = os.getloadavg()[0]
-    rows, series = [], {}
+
+    rows: list[dict[str, Any]] = []
+    series: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = common.save_model(Path(folder) / "model", 256, 2, 512)
         for number, (scheme, lora) in enumerate(CASES):
             name = scheme + (", LoRA" if lora else "")
             worker = common.Worker(soak, path, f"{folder}/{number}", scheme, lora, args.seconds)
-            found = worker.wait()
+            batches = worker.wait()
             worker.close()
-            kinds = ("memory", "heap", "blocks")
-            series[name] = [{kind: found[i][kind] for kind in kinds} for i in range(0, len(found), 10)]
-            rows.append(row_of(name, found))
-            headline = [
-                f"{r['case']}: {r['MB per 100, mean']:.2f} MB per 100 rollout batches ({r['MB per 100, 5 %']:.2f} to "
-                f"{r['MB per 100, 95 %']:.2f}, median {r['MB per 100, median']:.2f}), in use "
-                f"{r['MB in use per 100, median']:.3f}"
-                for r in rows
-            ]
-            common.report("bench_soak", args, headline, rows, load, every_tenth_batch=series)
+
+            series[name] = every_tenth(batches)
+            rows.append(row_of(name, batches))
+            # After each case, so that an end before the last one loses only those that did not run.
+            headlines = [headline_of(row) for row in rows]
+            common.report("bench_soak", args, headlines, rows, load, every_tenth_batch=series)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ learner's side.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import os
 import tempfile
@@ -21,9 +23,14 @@ import common
 import torch
 
 
-ARMS = {"bf16": None, "W4A16": "W4A16", "FP8_DYNAMIC": "FP8_DYNAMIC"}
 BASE = "bf16"
+# The scheme of each arm.
+ARMS = {BASE: None, "W4A16": "W4A16", "FP8_DYNAMIC": "FP8_DYNAMIC"}
+KINDS = ("cached", "after a step")
 GOAL = 1.0
+
+
+# In the process of one engine ---------------------------------------------------------------------------------------
 
 
 def serve(tick: Any, path: str, scheme: str | None) -> None:
@@ -32,7 +39,7 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from qarl_trl.export import quantization_config
-    from qarl_trl.quant import apply_quantization, quantized_modules
+    from qarl_trl.quant import apply_quantization
     from qarl_trl.rollout.engine import LowBitVLLMGeneration
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -47,28 +54,110 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
         max_model_length=64,
         max_num_seqs=8,
     )
+
     request = tick()
     while True:
-        before = [weakref.ref(layer.low_bit()) for _, layer in quantized_modules(model)]  # an id could come again
-        if request == "after a step":
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.add_(0)  # counts as a change: the quantized values are made anew, from the same values
-        engine.reset_clock()
-        engine.sync_weights()
-        layers = [layer for _, layer in quantized_modules(model)]
-        kept = sum(former() is layer.low_bit() for former, layer in zip(before, layers, strict=True))
-        if kept != (len(before) if request == "cached" else 0):
-            raise RuntimeError(
-                f"{kept} of {len(before)} layers kept their quantized values in a weight sync {request!r}"
-            )
+        sync(engine, model, request)
         request = tick((engine.sync_seconds, engine.synced_bytes))
 
 
+def sync(engine: Any, model: Any, request: str) -> None:
+    """Sync once, and check that quantized values were made anew after a step, and only then."""
+    from qarl_trl.quant import quantized_modules
+
+    layers = [layer for _, layer in quantized_modules(model)]
+    # Not by `id`, which could come again.
+    before = [weakref.ref(layer.low_bit()) for layer in layers]
+    if request == "after a step":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Counts as a change: the quantized values are made anew, from the same values.
+                parameter.add_(0)
+
+    engine.reset_clock()
+    engine.sync_weights()
+
+    kept = sum(former() is layer.low_bit() for former, layer in zip(before, layers, strict=True))
+    expected = len(layers) if request == "cached" else 0
+    if kept != expected:
+        raise RuntimeError(f"{kept} of {len(layers)} layers kept their quantized values in a weight sync {request!r}")
+
+
+# Here ---------------------------------------------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace) -> tuple[common.Times, dict[str, int]]:
+    """Seconds of each kind of sync of each engine, and the bytes that each moves."""
+    workers: dict[str, common.Worker] = {}
+    moved: dict[str, int] = {}
+
+    def timed_sync(name: str, kind: str) -> float:
+        seconds, size = workers[name].step(kind)
+        moved[name] = size
+        return seconds
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = common.save_model(Path(folder) / "model", args.hidden, args.layers, args.inner, args.vocabulary)
+            for name, scheme in ARMS.items():
+                workers[name] = common.Worker(serve, path, scheme)
+                workers[name].wait()
+
+            arms = {}
+            for kind in KINDS:
+                for name in ARMS:
+                    arms[f"{name}, {kind}"] = functools.partial(timed_sync, name, kind)
+            times = common.interleave(arms, args.rounds, warmup=2)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    return times, moved
+
+
 def share_of_step(quick: bool) -> dict[str, float]:
-    """Weight sync as a share of a training step, as bench_step found it (another model, the same machine)."""
+    """Weight sync as a share of a training step, as bench_step measured it (another model, the same machine)."""
     file = common.result_file("bench_step", quick)
-    return {row["arm"]: row["sync"] for row in json.loads(file.read_text())["rows"]} if file.exists() else {}
+    if not file.exists():
+        return {}
+
+    rows = json.loads(file.read_text())["rows"]
+    return {row["arm"]: row["sync"] for row in rows}
+
+
+def row_of(name: str, times: common.Times, moved: dict[str, int], shares: dict[str, float]) -> dict[str, Any]:
+    """
+    The line of one engine.
+
+    Args:
+        name: Of the arm.
+        times: Seconds of each kind of sync of each engine.
+        moved: Bytes of a sync of each engine.
+        shares: What `share_of_step` returned.
+    """
+    cached = common.ratio(times, f"{name}, cached", f"{BASE}, cached")
+    after_a_step = common.ratio(times, f"{name}, after a step", f"{BASE}, after a step")
+    return {
+        "arm": name,
+        "cached": cached["ratio"],
+        "after a step": after_a_step["ratio"],
+        "bytes": moved[name],
+        "bytes ratio": moved[name] / moved[BASE],
+        "share of a step": shares.get(name),
+        "cached s": cached["seconds"],
+        "after a step s": after_a_step["seconds"],
+    }
+
+
+def headline_of(row: dict[str, Any]) -> str:
+    """The claim for one engine."""
+    share = "share of a step: bench_step"
+    if row["share of a step"] is not None:
+        share = f"{row['share of a step']:.1%} of a step (bench_step)"
+    return (
+        f"{row['arm']} / bf16 reload: {row['cached']:.2f}x {common.verdict(row['cached'], GOAL)}; after an "
+        f"optimizer step, with quantization, {row['after a step']:.2f}x {common.verdict(row['after a step'], GOAL)}; "
+        f"{row['bytes ratio']:.2f}x the bytes; {share}"
+    )
 
 
 def main() -> None:
@@ -81,52 +170,12 @@ def main() -> None:
         rounds=(15, 3, "syncs of each kind and engine"),
     )
     load = os.getloadavg()[0]
-    workers: dict[str, common.Worker] = {}
-    moved: dict[str, int] = {}
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = common.save_model(Path(folder) / "model", args.hidden, args.layers, args.inner, args.vocabulary)
-            for name, scheme in ARMS.items():
-                workers[name] = common.Worker(serve, path, scheme)
-                workers[name].wait()
 
-            def sync(name: str, kind: str) -> float:
-                seconds, moved[name] = workers[name].step(kind)
-                return seconds
-
-            arms = {
-                f"{name}, {kind}": (lambda name=name, kind=kind: sync(name, kind))
-                for kind in ("cached", "after a step")
-                for name in ARMS
-            }
-            times = common.interleave(arms, args.rounds, warmup=2)
-    finally:
-        for worker in workers.values():
-            worker.close()
+    times, moved = measure(args)
     shares = share_of_step(args.quick)
-    rows, headlines = [], []
-    for name in ARMS:
-        cached = common.ratio(times, f"{name}, cached", f"{BASE}, cached")
-        anew = common.ratio(times, f"{name}, after a step", f"{BASE}, after a step")
-        rows.append(
-            {
-                "arm": name,
-                "cached": cached["ratio"],
-                "after a step": anew["ratio"],
-                "bytes": moved[name],
-                "bytes ratio": moved[name] / moved[BASE],
-                "share of a step": shares.get(name),
-                "cached s": cached["seconds"],
-                "after a step s": anew["seconds"],
-            }
-        )
-        if name != BASE:
-            headlines.append(
-                f"{name} / bf16 reload: {cached['ratio']:.2f}x {common.verdict(cached['ratio'], GOAL)}; after an "
-                f"optimizer step, with quantization, {anew['ratio']:.2f}x {common.verdict(anew['ratio'], GOAL)}; "
-                f"{rows[-1]['bytes ratio']:.2f}x the bytes; "
-                + (f"{shares[name]:.1%} of a step (bench_step)" if name in shares else "share of a step: bench_step")
-            )
+
+    rows = [row_of(name, times, moved, shares) for name in ARMS]
+    headlines = [headline_of(row) for row in rows if row["arm"] != BASE]
     common.report("bench_sync", args, headlines, rows, load, times=times)
 
 
