@@ -234,8 +234,14 @@ def check_rollout(output: Mapping[str, Any], rows: int, weighs_mismatch: bool) -
         weighs_mismatch: Whether the loss needs the log-probs.
 
     Raises:
-        ValueError: if numbers of rows or of log-probs are wrong, or an answer is empty, or log-probs are missing.
+        ValueError: if a list is missing, numbers of rows or of log-probs are wrong, an answer is empty, or the loss
+            needs log-probs that are `None`.
     """
+    # TRL says so, too, but only in the process where it is so, for which the others would wait.
+    lacking = [name for name in ("prompt_ids", "completion_ids", "logprobs") if name not in output]
+    if lacking:
+        raise ValueError(f"rollout_func must return prompt_ids, completion_ids and logprobs, got no {lacking}.")
+
     # TRL (1.16) fails at this after it has scored the rollout batch, in a subtraction.
     if output["logprobs"] is None and weighs_mismatch:
         raise ValueError(

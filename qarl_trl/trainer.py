@@ -142,7 +142,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         # TRL calls it once in each process, and gathers afterwards: a process that raises alone would leave the others
         # waiting.
         if self.rollout_func is not None:
-            self.rollout_func = partial(guards.rollout_of_all, self.rollout_func)
+            self.rollout_func = partial(self._roll_out, self.rollout_func)
 
         self._tbpo = args.loss_type == TBPO
         # Only now: they read what TRL's constructor sets, such as the accelerator, the tokenizer and
@@ -159,6 +159,13 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         return super().create_optimizer(model)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
+
+    def _roll_out(self, rollout_func: Callable[..., Any], prompts: Any, trainer: Any) -> Any:
+        """The result of a `rollout_func`, checked. It may have sampled with other weights, as a user's class may."""
+        output = guards.rollout_of_all(rollout_func, prompts, trainer)
+        if self.low_bit_store is not None:
+            self.low_bit_store.weights_changed()
+        return output
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """
@@ -202,6 +209,9 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> TrlResult:
         """TRL's method, for `old` and for the loss, by the low-bit forward and in passes without padding."""
+        # Only a rollout batch has one: it was just sampled.
+        if kwargs.get("batch_size") is not None:
+            self._user_may_have_written()
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._loss_forward.note(result)
         return result

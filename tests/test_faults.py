@@ -136,6 +136,13 @@ def test_a_rollout_that_lacks_something_is_one_error(make, spoil):
     assert not changed(before, master_weights(trainer))
 
 
+def test_a_rollout_without_a_list_names_it(make):
+    trainer = make(spoil=lambda output: {name: rows for name, rows in output.items() if name != "logprobs"})
+
+    with pytest.raises(ValueError, match="rollout_func must return prompt_ids, .*, got no .'logprobs'"):
+        trainer.train()
+
+
 def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
     """Control: without the check TRL takes those of too few tokens."""
 

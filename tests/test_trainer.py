@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import contextmanager
 
 import pytest
 import references
 import torch
 from learner.test_features import Gradients, rollout
+from peft import get_peft_model
 from safetensors.torch import save_file
 from slow.toys import distinct_characters, logged, prompts, stored_tensors
 from toy_runs import OFF, adapter, changed, make, master_weights, stock_config, train, without_engine
@@ -112,6 +114,68 @@ def test_weights_that_a_subclass_samples_with_are_not_those_of_the_loss(dense_mo
     # Control: nobody tells the owner of the low-bit weights.
     monkeypatch.setattr(RolloutBuffer, "micro_batches", None)
     assert len(stale("untold")) == 7
+
+
+@contextmanager
+def noise_on(model):
+    """Noise on the weights in the block, written past autograd."""
+    weights = [parameter for name, parameter in model.named_parameters() if "proj" in name]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.data.add_(0.05 * torch.randn_like(weight))
+    yield
+    for weight, stored in zip(weights, before, strict=True):
+        weight.data.copy_(stored)
+
+
+def noisy_rollout(texts, trainer):
+    # The prompts have one length.
+    ids = [trainer.processing_class(text)["input_ids"] for text in texts]
+    with noise_on(trainer.model), torch.no_grad():
+        output = trainer.model.generate(torch.tensor(ids), do_sample=True, max_new_tokens=8, min_new_tokens=8)
+    return {"prompt_ids": ids, "completion_ids": output[:, len(ids[0]) :].tolist(), "logprobs": None}
+
+
+class NoisyGeneration(QaRLTrainer):
+    def _generate(self, prompts):
+        with noise_on(self.model):
+            return super()._generate(prompts)
+
+
+@pytest.mark.parametrize("how", ["rollout_func", "subclass"])
+def test_after_a_rollout_with_other_weights_old_is_scored_with_those_of_the_run(dense_model, tmp_path, how):
+    trainer_class = NoisyGeneration if how == "subclass" else QaRLTrainer
+    rollout_func = noisy_rollout if how == "rollout_func" else None
+    args = QaRLConfig(**without_engine(tmp_path, steps_per_generation=2, max_steps=2))
+    data = {"train_dataset": prompts(), "rollout_func": rollout_func}
+    trainer = trainer_class(dense_model, distinct_characters, args, **data)
+    trainer.train()
+
+    # No update came in between.
+    assert logged(trainer, "ratio/min")[0] == pytest.approx(1, abs=1e-6)
+    assert logged(trainer, "ratio/max")[0] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("of", ["another model", "the base", "the model", "a part", "the adapter"])
+def test_an_optimizer_of_another_model_is_said(dense_model, tmp_path, caplog, of):
+    loaded = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+    if of == "the adapter":
+        loaded = get_peft_model(loaded, adapter())
+    parameters = list(loaded.lm_head.parameters()) if of == "a part" else list(loaded.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+    args = QaRLConfig(**without_engine(tmp_path, max_steps=1))
+    model = dense_model if of == "another model" else loaded
+    # The trainer makes it, and freezes the base.
+    peft_config = adapter() if of == "the base" else None
+    data = {"train_dataset": prompts(), "peft_config": peft_config, "optimizers": (optimizer, None)}
+    trainer = QaRLTrainer(model, distinct_characters, args, **data)
+    before = master_weights(trainer)
+    trainer.train()
+
+    is_said = "none of the parameters that the model trains" in caplog.text
+    assert is_said == (not changed(before, master_weights(trainer)))
+    assert is_said == (of in ("another model", "the base"))
 
 
 # Data and rewards ---------------------------------------------------------------------------------------------------

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..learner.logps import TrlResult
+
+
+logger = get_logger(__name__)
 
 
 class LossForward:
@@ -22,32 +27,59 @@ class LossForward:
 
     def __init__(self) -> None:
         self._shared: TrlResult | None = None
+        self._scored: Mapping[str, Any] = {}
+        self._scored_other_rows = False
         self._last: TrlResult | None = None
 
     @contextmanager
-    def sharing(self, result: TrlResult) -> Iterator[None]:
+    def sharing(self, result: TrlResult, scored: Mapping[str, Any]) -> Iterator[None]:
         """
         Let the loss in the block use a forward that ran before.
 
         Args:
             result: Log-probs and entropies `(B, T)` of its micro-batch, and the balancing loss.
+            scored: What it is of, by the arguments of TRL's method: `model`, `input_ids`, `attention_mask` and
+                `logits_to_keep`.
 
         Raises:
-            RuntimeError: if the loss did not use it.
+            RuntimeError: if the loss scored nothing.
         """
         self._shared = result
+        self._scored = scored
+        self._scored_other_rows = False
         try:
             yield
             # Read only after a block without an error, which would otherwise be hidden by this one.
-            is_unused = self._shared is not None
+            is_unused = self._shared is not None and not self._scored_other_rows
         finally:
             # After an error, too (Ctrl-C in a notebook): the next forward is of other rows.
             self._shared = None
+            self._scored = {}
         if is_unused:
             raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")
 
-    def take_shared(self) -> TrlResult | None:
-        """The result that the loss shall use in place of a forward of its own; `None` if it shall make one."""
+    def take_shared(self, asked: Mapping[str, Any]) -> TrlResult | None:
+        """
+        The result that the loss shall use in place of a forward of its own.
+
+        Args:
+            asked: The arguments of TRL's method, as for [`sharing`].
+
+        Returns:
+            `None` if it shall make one: there is none, or the call is of something else. A user's `_compute_loss` may
+            score another model, the model without its adapter, or other rows.
+        """
+        # Whatever a loss is compared with is scored without gradients.
+        if self._shared is None or not torch.is_grad_enabled() or asked["model"] is not self._scored["model"]:
+            return None
+        if not _are_of_same_rows(asked, self._scored):
+            self._scored_other_rows = True
+            logger.warning_once(
+                "A _compute_loss scores other rows than those of its micro-batch, whose pass is wasted then. With a "
+                "compute_loss of its own a class gets a pass for each micro-batch."
+            )
+            return None
+
         shared = self._shared
         self._shared = None
         return shared
@@ -98,3 +130,10 @@ class LossForward:
             raise RuntimeError("TRL computed the loss without `_get_per_token_logps_and_entropies`: untested version.")
         logps, entropies, _ = last
         return logps, entropies
+
+
+def _are_of_same_rows(asked: Mapping[str, Any], scored: Mapping[str, Any]) -> bool:
+    """Whether two calls of TRL's method are of the same tokens."""
+    if asked["logits_to_keep"] != scored["logits_to_keep"]:
+        return False
+    return all(torch.equal(asked[name], scored[name]) for name in ("input_ids", "attention_mask"))

@@ -180,13 +180,22 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         with outside_training(self._unwrapped):
             inputs = super()._prepare_inputs(*args)
 
-        # A user's class may sample with other weights and put its own back, as exploration by noise on them does.
-        # Through `param.data` that leaves no trace. Other classes need not quantize again.
-        is_of_user = type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
-        has_sampled = self._rollout_buffer.micro_batches is not before
-        if is_of_user and has_sampled and self.low_bit_store is not None:
-            self.low_bit_store.weights_changed()
+        # An evaluation samples for each batch, and keeps none.
+        is_sampled_to_evaluate = self._rollout_buffer.exists and self._mode == "eval"
+        if is_sampled_to_evaluate or self._rollout_buffer.micro_batches is not before:
+            self._user_may_have_written()
         return inputs
+
+    def _user_may_have_written(self) -> None:
+        """
+        Make low-bit weights again in a user's class, which may sample with other weights and put its own back.
+
+        Exploration by noise on them does. Through `param.data` that leaves no trace. Other classes need not quantize
+        again.
+        """
+        is_of_user = type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
+        if is_of_user and self.low_bit_store is not None:
+            self.low_bit_store.weights_changed()
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         """

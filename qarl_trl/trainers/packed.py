@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,11 +63,19 @@ class PackedMixin:
         if self.aux_loss_enabled or self.is_deepspeed_enabled:
             return
 
-        method = _looks_at_micro_batches(type(self))
-        if method is None:
-            self._groups = MicroBatchGroups(self._passes.merge)
-            self.add_callback(_AtUpdate(self._note_update))
-        elif self.args.gradient_accumulation_steps > 1:
+        self._groups = MicroBatchGroups(self._passes.merge)
+        self._keep_apart_if_looked_at()
+        if self._groups is not None:
+            self.add_callback(_AtUpdate(self._keep_apart_if_looked_at, self._note_update))
+
+    def _keep_apart_if_looked_at(self) -> None:
+        """Let no micro-batches share a pass if a user's code sees each of them, and say so."""
+        method = _looks_at_micro_batches(self)
+        if method is None or self._groups is None:
+            return
+
+        self._groups = None
+        if self.args.gradient_accumulation_steps > 1:
             logger.warning(
                 "%s has a %s of its own, so each micro-batch runs in a pass of its own. That is slower. An override "
                 "of _compute_loss lets them share passes.",
@@ -103,11 +112,6 @@ class PackedMixin:
         Returns:
             Log-probs `(B, T)`, entropies `(B, T)` or `None`, balancing loss or `None`.
         """
-        # Before anything else: this is the call within a loss whose forward ran before.
-        shared = self._loss_forward.take_shared()
-        if shared is not None:
-            return shared
-
         text = {
             "model": model,
             "input_ids": input_ids,
@@ -117,6 +121,12 @@ class PackedMixin:
             "compute_entropy": compute_entropy,
             "compute_aux_loss": compute_aux_loss,
         }
+        # Before anything else: this may be the call within a loss whose forward ran before.
+        if self._passes is not None:
+            shared = self._loss_forward.take_shared(text | {"model": self._passes.unwrap(model)})
+            if shared is not None:
+                return shared
+
         if self._passes is not None and is_text(images) and self._passes.packs(model):
             return self._run_passes(self._passes, text)
         return super()._get_per_token_logps_and_entropies(**text, **images)
@@ -127,8 +137,12 @@ class PackedMixin:
         if self._mode != "train" or text["batch_size"] is None:
             return passes.run(text)
 
+        rows = len(text["input_ids"])
         updates = None if self._groups is None else self._updates_of_rollout()
-        return passes.run(text, self._row_order(len(text["input_ids"])), updates)
+        # A user's class may score other rows by micro-batches, such as a part of them. No update is theirs.
+        if updates is not None and len(updates) != math.ceil(rows / text["batch_size"]):
+            updates = None
+        return passes.run(text, self._row_order(rows), updates)
 
     # Micro-batches ---------------------------------------------------------------------------------------------------
 
@@ -210,7 +224,8 @@ class PackedMixin:
         for micro_batch, forward in zip(together, self._forwards_of_group(model, together), strict=True):
             # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
             ends_update = self.accelerator.sync_gradients and micro_batch is together[-1]
-            with self._loss_forward.sharing(forward), accumulating(self.accelerator, ends_update):
+            scored = {"model": self._unwrapped, **scored_arguments([micro_batch])}
+            with self._loss_forward.sharing(forward, scored), accumulating(self.accelerator, ends_update):
                 losses.append(compute_one(micro_batch))
         return losses
 
@@ -233,25 +248,31 @@ class PackedMixin:
 
 
 class _AtUpdate(TrainerCallback):
-    """Calls a function before the first micro-batch of each update."""
+    """Calls one function when a training begins, and another before the first micro-batch of each update."""
 
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
+    def __init__(self, at_start: Callable[[], None], at_update: Callable[[], None]) -> None:
+        self._at_start = at_start
+        self._at_update = at_update
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._at_start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._function()
+        self._at_update()
 
 
-def _looks_at_micro_batches(trainer_class: type) -> str | None:
+def _looks_at_micro_batches(trainer: Any) -> str | None:
     """
-    The method by which a user's class sees each micro-batch, or `None`.
+    The method by which a user's code sees each micro-batch, or `None`: of a class, or one that a script put in place
+    of the trainer's.
 
     A `compute_loss` or a `training_step` may do with each loss what belongs to its micro-batch, such as a weight: of
     several that share a pass it would see zeros and a sum. A method for log-probs would get those of a shared pass
     twice, joined and for each micro-batch.
     """
     for method in ("compute_loss", "training_step", "_get_per_token_logps_and_entropies"):
-        owner = next(base for base in trainer_class.__mro__ if method in vars(base))
-        if owner.__module__.partition(".")[0] not in ("qarl_trl", "trl", "transformers"):
+        # Of the function, not of its class: a script may also replace it there. A partial has none.
+        module = getattr(getattr(trainer, method), "__module__", None) or ""
+        if module.partition(".")[0] not in ("qarl_trl", "trl", "transformers"):
             return method
     return None

@@ -90,8 +90,14 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
 
 
 def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments) -> None:
-    """Refuse (`ValueError`) a loaded model that no step would change: such a run would look like training."""
-    if isinstance(model, str) or trainer_arguments.get("peft_config"):
+    """Refuse (`ValueError`) a model or an adapter that no step would change: such a run would look like training."""
+    peft_config = trainer_arguments.get("peft_config")
+    if getattr(peft_config, "inference_mode", False):
+        raise ValueError(
+            "peft_config must have inference_mode=False, got True, as the config of a saved adapter has it: the new "
+            "adapter would be frozen, and nothing trained. Set peft_config.inference_mode = False."
+        )
+    if isinstance(model, str) or peft_config:
         return
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(

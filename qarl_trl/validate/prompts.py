@@ -117,9 +117,15 @@ def _context(config: PretrainedConfig, args: RunSettings) -> int | None:
 def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, args: RunSettings, tools: Any) -> None:
     """Refuse (`ValueError`) the first bad prompt of a data set; warn of those that leave little room for an answer."""
     short_of_room = 0
+    beyond_pass = 0
+    # Not every trainer packs.
+    budget = getattr(args, "max_tokens_per_pass", None)
     for first in range(0, len(data), ROWS):
         prompts = data[first : first + ROWS]["prompt"]
         lengths = _lengths(title, first, prompts, tokenizer, args, tools)
+        if budget is not None:
+            longest = [length + (args.max_completion_length or 0) for length in lengths]
+            beyond_pass += sum(min(tokens, context or tokens) > budget for tokens in longest)
         if context is None:
             continue
 
@@ -142,6 +148,16 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
             len(data),
             args.max_completion_length,
             context,
+        )
+    if beyond_pass:
+        logger.warning(
+            "%s: %d of %d prompts have more than max_tokens_per_pass=%d tokens with an answer of "
+            "max_completion_length=%d, at which the run would stop. Raise max_tokens_per_pass.",
+            title,
+            beyond_pass,
+            len(data),
+            budget,
+            args.max_completion_length,
         )
 
 

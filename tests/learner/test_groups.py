@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig
 from slow.toys import distinct_characters, prompts, save_model
 from torch import Tensor
+from toy_runs import train as train_losses
 from toy_runs import without_engine
 
 from learner.test_features import LARGE, assert_equal_runs, make, plain_losses, train
@@ -173,6 +175,129 @@ def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tm
     assert QaRLTrainer(model, distinct_characters, args, train_dataset=prompts())._groups is not None
     assert Weighs(model, distinct_characters, args, train_dataset=prompts())._groups is not None
     assert "slower" not in caplog.text
+
+
+@pytest.mark.parametrize("method", ["compute_loss", "training_step"])
+def test_a_method_that_a_script_puts_in_place_sees_the_loss_of_each_micro_batch(model, tmp_path, monkeypatch, method):
+    """In a notebook: on a trainer that is made already, or on the class."""
+
+    def trainer(folder: str) -> QaRLTrainer:
+        args = QaRLConfig(**without_engine(tmp_path / folder, **SETTINGS, loss_type="grpo", max_steps=1))
+        return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts())
+
+    def noted(original, seen):
+        def look(*args, **kwargs):
+            loss = original(*args, **kwargs)
+            seen.append(loss.item())
+            return loss
+
+        return look
+
+    on_trainer: list[float] = []
+    patched = trainer("trainer")
+    setattr(patched, method, noted(getattr(patched, method), on_trainer))
+    patched.train()
+
+    on_class: list[float] = []
+    monkeypatch.setattr(QaRLTrainer, method, noted(getattr(QaRLTrainer, method), on_class))
+    trainer("class").train()
+
+    # Of a shared pass it would be three zeros and a sum.
+    assert len(on_trainer) == len(on_class) == 4
+    assert 0.0 not in on_trainer
+    assert on_trainer == on_class
+
+
+def rows_of(inputs):
+    """The arguments with which TRL's loss scores a micro-batch."""
+    ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), dim=1)
+    mask = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), dim=1)
+    return ids, mask, inputs["completion_ids"].shape[1]
+
+
+def test_a_loss_may_score_what_it_compares_with_first(model, tmp_path):
+    """Another model, as of a teacher, and the policy without its adapter: none is the forward that is shared."""
+    args = QaRLConfig(**without_engine(tmp_path / "teacher", max_steps=1))
+    teacher = QaRLTrainer(
+        save_model(tmp_path / "other", layers=1, seed=1), distinct_characters, args, train_dataset=prompts()
+    ).model
+    off = []
+    kl = []
+
+    class Compares(QaRLTrainer):
+        def _compute_loss(self, model, inputs):
+            rows = rows_of(inputs)
+            kept = inputs["completion_mask"].bool()
+            with torch.no_grad():
+                of_teacher, _, _ = self._get_per_token_logps_and_entropies(teacher, *rows)
+                with self.model.disable_adapter():
+                    of_base, _, _ = self._get_per_token_logps_and_entropies(model, *rows)
+                logits = teacher(input_ids=rows[0], attention_mask=rows[1]).logits[:, -rows[2] - 1 : -1]
+                expected = logits.log_softmax(-1).gather(-1, rows[0][:, -rows[2] :, None]).squeeze(-1)
+                off.append((of_teacher - expected)[kept].abs().max().item())
+            loss = super()._compute_loss(model, inputs)
+            kl.append((of_base - inputs["old_per_token_logps"])[kept].abs().max().item())
+            return loss
+
+    settings = without_engine(
+        tmp_path / "run", **SETTINGS | {"steps_per_generation": 8}, loss_type="grpo", max_steps=1
+    )
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    trainer = Compares(
+        model, distinct_characters, QaRLConfig(**settings), train_dataset=prompts(), peft_config=adapter
+    )
+    trainer.train()
+
+    # They did share a pass.
+    assert trainer._groups is not None
+    assert len(off) == 4
+    assert max(off) < 1e-5
+    # The adapter is random from the start. Of the shared forward this would be 0.
+    assert min(kl) > 1e-2
+
+
+class CutsAnswers(QaRLTrainer):
+    """Learns only the first tokens of an answer."""
+
+    def _compute_loss(self, model, inputs):
+        cut = dict(inputs)
+        for name in ("completion_ids", "completion_mask", "old_per_token_logps"):
+            if name in cut:
+                cut[name] = cut[name][:, :4]
+        return super()._compute_loss(model, cut)
+
+
+def test_a_loss_may_score_other_rows(model, tmp_path, monkeypatch, caplog):
+    def losses(folder: str) -> list[float]:
+        settings = without_engine(tmp_path / folder, **SETTINGS, loss_type="grpo", max_steps=2)
+        return train_losses(CutsAnswers(model, distinct_characters, QaRLConfig(**settings), train_dataset=prompts()))
+
+    together = losses("together")
+    assert "scores other rows than those of its micro-batch" in caplog.text
+    monkeypatch.setattr(PackedPasses, "merge", alone)
+
+    assert together == pytest.approx(losses("alone"), abs=1e-5)
+
+
+def test_a_class_may_score_a_part_of_a_rollout_batch_by_micro_batches(model, tmp_path):
+    """Fewer micro-batches than updates share."""
+    off = []
+
+    class Scores(QaRLTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            ids, mask, keep = rows_of(output)
+            with torch.no_grad():
+                some, _, _ = self._get_per_token_logps_and_entropies(self.model, ids[:4], mask[:4], keep, batch_size=2)
+                whole, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, keep)
+            off.append((some - whole[:4]).abs().max().item())
+            return output
+
+    settings = without_engine(tmp_path, **SETTINGS, loss_type="grpo", max_steps=1)
+    Scores(model, distinct_characters, QaRLConfig(**settings), train_dataset=prompts()).train()
+
+    assert len(off) == 1
+    assert off[0] < 1e-5
 
 
 def test_a_balancing_loss_keeps_micro_batches_apart(tmp_path):

@@ -155,8 +155,14 @@ def test_a_model_that_no_step_would_change_is_refused(tmp_path, tiny_model, sche
     frozen = tiny_model(num_hidden_layers=1).requires_grad_(False)
     with pytest.raises(ValueError, match="No parameter of the model .Qwen3ForCausalLM. has requires_grad"):
         check_arguments(frozen, args, {})
+    # As peft reads it from a saved adapter.
+    saved = LoraConfig.from_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="peft_config must have inference_mode=False, got True"):
+        check_arguments("no/such-model", args, {"peft_config": saved})
 
     # Controls: something is trained.
+    saved.inference_mode = False
+    check_arguments("no/such-model", args, {"peft_config": saved})
     trainable = PeftModel.from_pretrained(tiny_model(num_hidden_layers=1), tmp_path / "adapter", is_trainable=True)
     check_arguments(trainable, args, {})
     # The trainer itself puts a trainable adapter on top of this one.

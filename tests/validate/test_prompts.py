@@ -69,6 +69,19 @@ def test_a_prompt_that_leaves_little_room_is_said(model, tmp_path, caplog):
     assert "1 of 3 prompts leave less than max_completion_length=8" in record.getMessage()
 
 
+@pytest.mark.parametrize("use_vllm", [True, False])
+def test_a_prompt_that_a_pass_may_not_hold_is_said(model, tmp_path, caplog, use_vllm):
+    """The learner finds it when the first such answer comes."""
+    data = texts("1+1=", "1" * 40, "1" * 41)
+    engine = {"use_vllm": use_vllm, "vllm_max_model_length": 64 if use_vllm else None}
+
+    check(model, tmp_path, data, max_completion_length=24, max_tokens_per_pass=64, **engine)
+
+    # An engine cuts the answer off before.
+    is_said = "1 of 3 prompts have more than max_tokens_per_pass=64 tokens" in caplog.text
+    assert is_said != use_vllm
+
+
 def test_a_prompt_that_the_template_refuses_has_its_row(model, tmp_path):
     with pytest.raises(ValueError, match=r"train_dataset\[2\]: .*System role not supported") as error:
         check(model, tmp_path, chats("user", "user", "system"))
