@@ -255,7 +255,7 @@ def digest(files: Iterable[Path]) -> str:
 
 def _sample(file: Path) -> bytes:
     """The content of a file; of a weight file the bytes at places with equal distances."""
-    if file.suffix != ".safetensors":
+    if file.suffix not in (".safetensors", ".bin"):
         return file.read_bytes()
 
     # Mapped, so that only the pages with samples are read.
