@@ -417,23 +417,89 @@ def test_export_of_a_classifier_is_refused(tmp_path):
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def of_run(checkpoint, folder, **settings):
+    """A copy of a model's folder as a checkpoint of a run with these settings."""
+    from qarl_trl import QaRLConfig
+    from qarl_trl.checkpoints.identity import identity_of
+
+    shutil.copytree(checkpoint, folder)
+    run = QaRLConfig(output_dir=str(folder.parent), use_cpu=True, bf16=False, **settings)
+    facts = identity_of(str(checkpoint), run, run.quant_plan(), {})
+    (folder / "manifest.json").write_text(json.dumps({"number": 1, **facts, "files": {}}))
+    return folder
+
+
 @pytest.mark.parametrize(
     ("options", "is_said"), [([], True), (["--group_size", "32"], False), (["--scheme", "FP8_DYNAMIC"], True)]
 )
 def test_export_of_a_runs_checkpoint_in_another_scheme_says_so(checkpoint, tmp_path, capsys, options, is_said):
     """The default is W4A16 in groups of 128, whatever the run trained."""
-    from qarl_trl import QaRLConfig
-    from qarl_trl.checkpoints.identity import identity_of
-
-    folder = tmp_path / "checkpoint-4"
-    shutil.copytree(checkpoint, folder)
-    run = QaRLConfig(output_dir=str(tmp_path), quant_scheme="W4A16", quant_group_size=32, use_cpu=True, bf16=False)
-    facts = identity_of(str(checkpoint), run, run.quant_plan(), {})
-    (folder / "manifest.json").write_text(json.dumps({"number": 1, **facts, "files": {}}))
+    folder = of_run(checkpoint, tmp_path / "checkpoint-4", quant_scheme="W4A16", quant_group_size=32)
 
     cli.main(["export", str(folder), str(tmp_path / "out"), *options])
 
-    assert ("it is another model. --scheme" in " ".join(capsys.readouterr().out.split())) == is_said
+    assert ("it is another model." in capsys.readouterr().out) == is_said
+
+
+DOWN = r"re:.*down_proj$"
+
+
+@pytest.mark.parametrize(
+    ("of_the_run", "options", "is_said"),
+    [
+        (["lm_head", DOWN], [], "model.layers.0.mlp.down_proj: high precision in the run, weights int4"),
+        (["lm_head", DOWN], ["--ignore", "lm_head", DOWN], None),
+        # The same layers in other words.
+        (["lm_head", DOWN], ["--ignore", "lm_head", "model.layers.0.mlp.down_proj"], None),
+        (["lm_head"], ["--ignore", "lm_head", DOWN], "weights int4 per group 128 in the run, high precision here"),
+    ],
+)
+def test_export_of_a_runs_checkpoint_with_other_layers_says_so(
+    checkpoint, tmp_path, capsys, of_the_run, options, is_said
+):
+    folder = of_run(checkpoint, tmp_path / "checkpoint-4", quant_ignore=of_the_run)
+
+    cli.main(["export", str(folder), str(tmp_path / "out"), *options])
+
+    said = capsys.readouterr().out
+    assert "another model" not in said if is_said is None else is_said in said
+
+
+RECIPE = """
+quant_stage:
+  quant_modifiers:
+    QuantizationModifier:
+      ignore: [lm_head]
+      config_groups:
+        group_0:
+          targets: ['re:.*self_attn.*']
+          weights: {num_bits: 8, strategy: channel}
+          input_activations: {num_bits: 8, strategy: token, dynamic: true}
+        group_1:
+          targets: ['re:.*mlp.*']
+          weights: {num_bits: 4, strategy: group, group_size: 128}
+"""
+
+
+def test_export_in_one_of_a_runs_two_schemes_says_so(checkpoint, tmp_path, capsys):
+    recipe = tmp_path / "two.yaml"
+    recipe.write_text(RECIPE)
+    folder = of_run(checkpoint, tmp_path / "checkpoint-4", quant_recipe=str(recipe))
+
+    cli.main(["export", str(folder), str(tmp_path / "out")])
+
+    assert "differs in 4 layers: it is another model. model.layers.0.self_attn.k_proj:" in capsys.readouterr().out
+
+
+def test_export_of_a_checkpoint_whose_manifest_was_edited_says_that_it_compares_nothing(checkpoint, tmp_path, capsys):
+    folder = of_run(checkpoint, tmp_path / "checkpoint-4")
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"scheme": "W4A16 of my own"}))
+
+    cli.main(["export", str(folder), str(tmp_path / "out")])
+
+    assert "nothing is compared with it" in capsys.readouterr().out
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 def test_export_of_an_adapter_takes_the_class_that_its_base_had(checkpoint, tmp_path):

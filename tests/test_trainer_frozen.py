@@ -20,6 +20,7 @@ from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 from qarl_trl.quant.layers.frozen import adapter_tensors
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.rollout.vllm.adapters import engine_rank
+from qarl_trl.tools.evaluate.checkpoint import find_checkpoint
 from qarl_trl.tools.export import main as export
 
 
@@ -185,6 +186,25 @@ def fill_adapter(model: torch.nn.Module, scale: float) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_().mul_(scale)
+
+
+def test_a_merged_adapter_in_the_folder_of_a_frozen_one_is_not_taken_for_it(gptq_model, tmp_path):
+    beside_checkpoint(gptq_model, tmp_path).save_model()
+    assert find_checkpoint(str(tmp_path)) == (Path(gptq_model), tmp_path)  # control
+
+    # Its policy is the merged and quantized model, and adapter and base are another one.
+    make(gptq_model, tmp_path, adapter(), quant_scheme="checkpoint").save_model()
+
+    with pytest.raises(ValueError, match="Give its low_bit/ folder"):
+        find_checkpoint(str(tmp_path))
+    # A file of the user with that name stays.
+    (tmp_path / "base_config.json").write_text('{"mine": 1}')
+    make(gptq_model, tmp_path, adapter(), quant_scheme="checkpoint").save_model()
+    assert (tmp_path / "base_config.json").read_text() == '{"mine": 1}'
+
+    # A frozen one in its place is one again.
+    beside_checkpoint(gptq_model, tmp_path).save_model()
+    assert find_checkpoint(str(tmp_path)) == (Path(gptq_model), tmp_path)
 
 
 def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_is(gptq_model, tmp_path, capsys):

@@ -20,6 +20,8 @@ from .changes import compared_settings
 
 # The files of a model's folder that determine its tokens, weights and outputs.
 _MODEL = ("config.json", "tokenizer*", "vocab*", "chat_template*", "*.safetensors")
+# transformers reads these where there is no safetensors.
+_PICKLES = "pytorch_model*.bin"
 # Settings of a LoRA adapter that change what its tensors mean.
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 # And those that choose among its layers. Most adapters have none.
@@ -67,7 +69,7 @@ def identity_of(
 
     facts = {
         "model": name,
-        "weights": _weights_fact(name, args),
+        "weights": _weights_fact(name, args.model_init_kwargs),
         "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
         "scheme": _scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
@@ -75,6 +77,9 @@ def identity_of(
         "world_size": args.world_size,
         SETTINGS: settings,
     }
+    pickles = _pickles(_folder(name, args.model_init_kwargs))
+    if pickles:
+        facts["pickled_weights"] = digest(pickles)
     if trainer is not None:
         facts["trainer"] = trainer
     if adapters and not isinstance(model, str):
@@ -85,24 +90,47 @@ def identity_of(
     teacher = trainer_arguments.get("teacher_model")
     if isinstance(teacher, nn.Module):
         facts["loaded_teacher"] = _weights_beside(teacher)
+    # Its name is a setting. Another model may have that since.
+    name_of_teacher = getattr(args, "teacher_model_name_or_path", None) or ""
+    loading_of_teacher = getattr(args, "teacher_model_init_kwargs", None)
+    if _folder(name_of_teacher, loading_of_teacher) is not None:
+        facts["teacher_files"] = _weights_fact(name_of_teacher, loading_of_teacher)
     return facts
 
 
-def _weights_fact(name: str, args: Any) -> str:
+def _folder(name: str, loading: Mapping[str, Any] | None) -> Path | None:
     """
-    A digest of the files of a local model; for a Hub model its id and revision.
+    The folder of a local model; `None` for one of the Hub and for a model without a name.
+
+    Args:
+        name: The model's name.
+        loading: The arguments by which it loads.
+    """
+    folder = Path(name, (loading or {}).get("subfolder") or "")
+    return folder if name and folder.is_dir() else None
+
+
+def _weights_fact(name: str, loading: Mapping[str, Any] | None) -> str:
+    """
+    A digest of the files of a local model; for a Hub model its id and revision. Arguments as of [`_folder`].
 
     The name alone is not enough: another model may have it, and the same shapes.
     """
-    loading = args.model_init_kwargs or {}
-    folder = Path(name, loading.get("subfolder") or "")
-    if not (name and folder.is_dir()):
-        return f"{name}@{loading.get('revision') or 'main'}"
+    folder = _folder(name, loading)
+    if folder is None:
+        return f"{name}@{(loading or {}).get('revision') or 'main'}"
 
     files: list[Path] = []
     for pattern in _MODEL:
         files.extend(folder.glob(pattern))
     return digest(sorted(files))
+
+
+def _pickles(folder: Path | None) -> list[Path]:
+    """The weights of a model that has no safetensors; empty for any other."""
+    if folder is None or any(folder.glob("*.safetensors")):
+        return []
+    return sorted(folder.glob(_PICKLES))
 
 
 def _loaded_base_fact(model: nn.Module) -> str:

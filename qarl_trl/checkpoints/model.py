@@ -15,7 +15,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from ..export import save_low_bit
 from ..export.card import write_card
 from ..export.card_edits import CARD, edited_card
-from ..export.files import BASE_FOLDER, apply_umask, name_base
+from ..export.files import BASE_FOLDER, apply_umask, forget_base, name_base
 from ..export.low_bit import check_adapter_target, holds_low_bit
 from ..export.outputs import Outputs
 from ..guards import all_or_none
@@ -81,6 +81,9 @@ class ModelMixin:
         if outputs.high_precision:
             super().save_model(str(path), _internal_call=True)
             apply_umask(path)
+            if is_peft_model(self._unwrapped) and not outputs.frozen_base and self.args.should_save:
+                # An earlier run may have had its adapter here.
+                forget_base(path)
         # peft changes a card that is there, and adds the base's local path to it.
         if users_card is not None and self.args.should_save:
             (path / CARD).write_bytes(users_card)

@@ -31,8 +31,8 @@ WITHIN_BATCH = "within_rollout_batch"
 TRAINED = "trained"
 # What the optimizer began with.
 MADE = "optimizer_began_with"
-# Entries of the loaded models beside the policy, with which it is compared: digests of their weights.
-_BESIDE = ("reference", "loaded_teacher")
+# Entries of the models beside the policy, with which it is compared: digests of their weights.
+_BESIDE = ("reference", "loaded_teacher", "teacher_files")
 
 logger = get_logger(__name__)
 
@@ -83,7 +83,7 @@ def check_start(checkpoint: str | None, args: Any) -> None:
     def check() -> None:
         _put_back(output_dir)
         present = sorted((folder.name for folder in checkpoint_folders(output_dir)), key=_step)
-        goes_on = checkpoint is not None and Path(checkpoint).resolve().parent == output_dir.resolve()
+        goes_on = checkpoint is not None and _lies_in(Path(checkpoint), output_dir)
         if not present or goes_on:
             return
 
@@ -97,6 +97,13 @@ def check_start(checkpoint: str | None, args: Any) -> None:
         )
 
     on_first(args, check)
+
+
+def _lies_in(checkpoint: Path, output_dir: Path) -> bool:
+    """Whether a checkpoint is one of an output folder, also if only a link to it is there."""
+    # A checkpoint may have moved to a larger disk, and the run may name the link or the place.
+    is_linked = any(folder.samefile(checkpoint) for folder in checkpoint_folders(output_dir) if folder.exists())
+    return is_linked or checkpoint.resolve().parent == output_dir.resolve()
 
 
 def _step(name: str) -> int:

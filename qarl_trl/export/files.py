@@ -165,6 +165,23 @@ def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> Non
     (adapter / BASE_CONFIG).write_text(json.dumps({"weights": weights_digest}))
 
 
+def forget_base(adapter: Path) -> None:
+    """
+    Delete the digest of a frozen base that belongs to an earlier adapter in a folder: with it the new adapter would
+    be taken for one that was trained beside that base.
+
+    Args:
+        adapter: The adapter's folder. A user's own file of this name stays.
+    """
+    file = adapter / BASE_CONFIG
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(content, dict) and content.keys() == {"weights"}:
+        file.unlink()
+
+
 def base_of(adapter: Path) -> tuple[str, str | None]:
     """
     Find the base of a LoRA adapter.
@@ -238,7 +255,7 @@ def digest(files: Iterable[Path]) -> str:
 
 def _sample(file: Path) -> bytes:
     """The content of a file; of a weight file the bytes at places with equal distances."""
-    if file.suffix != ".safetensors":
+    if file.suffix not in (".safetensors", ".bin"):
         return file.read_bytes()
 
     # Mapped, so that only the pages with samples are read.

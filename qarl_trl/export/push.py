@@ -89,20 +89,23 @@ def open_repo(
     return name
 
 
-def repository_of(args: Any, saved_in: Path | None = None) -> str:
+def repository_of(args: Any) -> str:
     """
     Open the repository of a run, see [`open_repo`].
 
     Args:
-        args: Settings of the run, a config with `LowBitConfig`. Without `hub_model_id` the repository has the name of
-            `output_dir`.
-        saved_in: As for [`open_repo`].
+        args: Settings of the run, a config with `LowBitConfig`.
 
     Returns:
         The repository's full name.
     """
-    name = args.hub_model_id or Path(args.output_dir).absolute().name
-    return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision, saved_in)
+    name = args.hub_model_id or name_of_output(args)
+    return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
+
+
+def name_of_output(args: Any) -> str:
+    """The name of the repository of a run without `hub_model_id`: that of its `output_dir`."""
+    return Path(args.output_dir).absolute().name
 
 
 def push(

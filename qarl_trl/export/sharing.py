@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,21 @@ from .card_facts import base_facts, training_facts
 from .files import ADAPTER_CONFIG, BASE_FOLDER
 from .low_bit import quantization_config
 from .outputs import Outputs, outputs_of
-from .push import open_repo, push, repository_of
+from .push import name_of_output, open_repo, push
+
+
+@dataclass(frozen=True)
+class _Target:
+    """
+    Where a push goes.
+
+    Attributes:
+        token: Whose it is; `None`: that of `HF_TOKEN` or `hf auth login`.
+        revision: The branch; `None`: `main`.
+    """
+
+    token: str | None
+    revision: str | None
 
 
 class SharingMixin:
@@ -109,67 +125,82 @@ class SharingMixin:
     def push_to_hub(
         self,
         commit_message: str = "End of training",
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **kwargs: Any,
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **of_card: Any,
     ) -> CommitInfo | None:
         """
         Save the model and push it to its Hub repository. Only the first process pushes.
 
         Args:
             commit_message: The commit's message.
-            dataset_name: As in [`create_model_card`].
-            tags: As in [`create_model_card`].
-            kwargs: Arguments of TRL's method that are not used.
+            blocking: Not used: the push is complete when this returns.
+            token: Defaults to that of the run.
+            revision: The branch, by default that of the run. It is created if it does not exist.
+            of_card: Arguments of [`create_model_card`], by name.
 
         Returns:
             The Hub's answer to the commit; `None` in the other processes.
 
         Raises:
+            TypeError: for an argument that neither this method nor [`create_model_card`] has.
             OSError: if the Hub cannot be reached or refuses. The model has been saved by then.
         """
+        # By that method's signature, before anything is saved: an argument that nobody reads would look as if it
+        # counted.
+        named = inspect.signature(self.create_model_card).bind(**of_card).arguments
+        target = _Target(token or self.args.hub_token, revision or self.args.hub_revision)
+
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self._name_facts(dataset_name, tags)
+        self._name_facts(named.get("dataset_name"), named.get("tags"))
         # Saved before any request to the Hub, so that nothing is lost if one fails. It writes the cards.
         self.save_model()
         if not self.is_world_process_zero():
             return None
 
         if not self.hub_model_id:
-            self.hub_model_id = repository_of(self.args, saved_in=self._model_output)
+            self.hub_model_id = self._open(self.args.hub_model_id or name_of_output(self.args), target)
             # Only now the repository has a name, which is in the commands of the cards.
             self._write_cards(Path(self.args.output_dir))
+        elif target.revision != self.args.hub_revision:
+            # At its start the run has created its own branch alone.
+            self._open(self.hub_model_id, target)
 
         replaced: dict[str, bytes] = {}
         if self.args.frozen and not self.args.from_checkpoint:
-            base = self._push_base(commit_message)
-            replaced[ADAPTER_CONFIG] = self._adapter_config(base)
-        return self._push(self._model_output, self.hub_model_id, commit_message, replaced)
+            base = self._push_base(commit_message, target)
+            replaced[ADAPTER_CONFIG] = self._adapter_config(base, target)
+        return self._push(self._model_output, self.hub_model_id, commit_message, replaced, target)
 
-    def _push_base(self, commit_message: str) -> str:
+    def _open(self, repository: str, target: _Target) -> str:
+        """[`open_repo`] for the model of this run."""
+        private = self.args.hub_private_repo
+        return open_repo(repository, target.token, private, target.revision, saved_in=self._model_output)
+
+    def _push_base(self, commit_message: str, target: _Target) -> str:
         """Push the base that the run quantized to a repository of its own, and return that repository's name."""
         # vLLM and transformers load a base and its adapter by two names.
-        args = self.args
-        folder = Path(args.output_dir, BASE_FOLDER)
-        repository = open_repo(
-            self._frozen_base, args.hub_token, args.hub_private_repo, args.hub_revision, saved_in=self._model_output
-        )
+        folder = Path(self.args.output_dir, BASE_FOLDER)
+        repository = self._open(self._frozen_base, target)
 
         write_card(folder, repository, **self._facts_of_base)
-        self._push(folder, repository, commit_message, {})
+        self._push(folder, repository, commit_message, {}, target)
         return repository
 
-    def _adapter_config(self, base: str) -> bytes:
+    def _adapter_config(self, base: str, target: _Target) -> bytes:
         """The adapter's configuration for the Hub, where it names the base's repository."""
         # The file on this machine names the base's folder, so the files here and those on the Hub are independent.
         config = json.loads(Path(self.args.output_dir, ADAPTER_CONFIG).read_text())
         config["base_model_name_or_path"] = base
-        config["revision"] = self.args.hub_revision
+        config["revision"] = target.revision
         return json.dumps(config, indent=2).encode()
 
-    def _push(self, folder: Path, repository: str, message: str, replaced: dict[str, bytes]) -> CommitInfo:
-        """[`push`] with the token and the branch of the run."""
-        return push(folder, repository, message, self.args.hub_token, self.args.hub_revision, replaced)
+    def _push(
+        self, folder: Path, repository: str, message: str, replaced: dict[str, bytes], target: _Target
+    ) -> CommitInfo:
+        """[`push`] with the token and to the branch of `target`."""
+        return push(folder, repository, message, target.token, target.revision, replaced)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push nothing at a checkpoint: the model is pushed at the end."""

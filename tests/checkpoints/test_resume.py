@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from trl import SFTConfig
 
-from qarl_trl import cli
+from qarl_trl import LowBitDistillationConfig, cli
 from qarl_trl.checkpoints.folder import INCOMING
 from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.optimizer import trained_fact
@@ -258,6 +258,62 @@ def test_another_trainer_is_another_run(tmp_path, args):
     assert resume_path("true", args, identity("RLOOTrainer")) == str(older)
 
 
+def save_pickle(folder, seed):
+    """Weights as older models have them."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(seed)
+    torch.save(nn.Linear(64, 64).state_dict(), folder / "pytorch_model.bin")
+    return str(folder)
+
+
+def test_other_pickled_weights_under_the_same_name_are_another_run(tmp_path, args):
+    """An adapter would go on beside a base that it was not trained with."""
+
+    def identity(seed):
+        return identity_of(save_pickle(tmp_path / "model", seed), args, None, {})
+
+    folder = write(tmp_path, 1, **identity(0))
+
+    assert resume_path("true", args, identity(0)) == str(folder)
+    with pytest.raises(ValueError, match="another run: pickled_weights was"):
+        resume_path("true", args, identity(1))
+
+    # Controls: nobody reads them beside safetensors, and a checkpoint of an earlier version.
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
+    assert "pickled_weights" not in identity(1)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    facts = identity(0)
+    del facts["pickled_weights"]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity(1)) == str(older)
+
+
+def test_another_teacher_under_the_same_name_is_another_run(tmp_path):
+    teacher = tmp_path / "teacher"
+    args = LowBitDistillationConfig(
+        output_dir=str(tmp_path), teacher_model_name_or_path=str(teacher), use_cpu=True, bf16=False
+    )
+
+    def identity(content):
+        teacher.mkdir(exist_ok=True)
+        (teacher / "model.safetensors").write_bytes(content * 1000)
+        return identity_of("a", args, None, {})
+
+    folder = write(tmp_path, 1, **identity(b"a"))
+
+    assert resume_path("true", args, identity(b"a")) == str(folder)
+    with pytest.raises(ValueError, match="another run: teacher_files was"):
+        resume_path("true", args, identity(b"b"))
+    # Controls: a teacher of the Hub has no files here, and a checkpoint of an earlier version.
+    args.teacher_model_name_or_path = "some/teacher"
+    assert "teacher_files" not in identity(b"b")
+    args.teacher_model_name_or_path = str(teacher)
+    facts = identity(b"a")
+    del facts["teacher_files"]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity(b"b")) == str(older)
+
+
 @pytest.mark.parametrize(("role", "fact"), [("ref_model", "reference"), ("teacher_model", "loaded_teacher")])
 def test_a_loaded_model_beside_the_policy_has_the_same_weights(tmp_path, args, role, fact):
     def identity(seed, dtype=torch.float32):
@@ -417,6 +473,26 @@ def test_a_resume_goes_on_beside_its_own_checkpoints_only(tmp_path, args):
     elsewhere = write(tmp_path / "other", 1)
     with pytest.raises(ValueError, match=rf"an earlier run \(checkpoint-1\).*{own} continues"):
         check_start(str(elsewhere), args)
+
+
+def test_a_resume_goes_on_from_a_checkpoint_of_which_only_a_link_is_in_the_folder(tmp_path, args):
+    """As on a larger disk, to which a user moved it."""
+    own = write(tmp_path, 1)
+    place = tmp_path / "larger disk" / "checkpoint-1"
+    place.parent.mkdir()
+    own.rename(place)
+    own.symlink_to(place)
+
+    assert resume_path("auto", args) == str(own)
+    check_start(str(own), args)
+    check_start(str(place), args)
+
+    # Control: another one in that place is none of this folder.
+    with pytest.raises(ValueError, match="an earlier run"):
+        check_start(str(write(place.parent, 2)), args)
+    # A link to what is gone is none, either.
+    (tmp_path / "checkpoint-3").symlink_to(tmp_path / "nowhere")
+    check_start(str(own), args)
 
 
 def test_a_checkpoint_that_a_kill_left_before_its_rename_is_not_lost_by_a_start(tmp_path, args):

@@ -300,6 +300,34 @@ def test_beside_a_checkpoint_that_was_there_before_the_adapter_alone_is_pushed(h
     assert "adapter_model.safetensors" in hub.files("me/toy")
 
 
+def test_a_script_names_another_branch_or_token_than_those_of_the_run(hub, model, tmp_path, monkeypatch):
+    trainer = pushing(model, tmp_path, peft_config=adapter(), **FROZEN)
+    trainer.train()
+    trainer.push_to_hub("End", True, revision="v2", tags="sums")
+
+    for repo in ("me/toy", "me/toy-base"):
+        assert hub.messages(repo) == ["initial commit"]
+        assert hub.messages(repo, "v2")[0] == "End"
+    assert json.loads(hub.files("me/toy", "v2")["adapter_config.json"])["revision"] == "v2"
+    assert "- sums" in hub.files("me/toy", "v2")["README.md"].decode()
+
+    with pytest.raises(OSError, match="Nothing is lost"):
+        trainer.push_to_hub(token=READER)
+    monkeypatch.setenv("HF_TOKEN", READER)
+    trainer.push_to_hub(token=WRITER)
+    assert "adapter_model.safetensors" in hub.files("me/toy")
+
+
+def test_an_argument_that_no_push_has_is_refused_before_a_save(hub, model, tmp_path):
+    trainer = pushing(model, tmp_path)
+    trainer.train()
+
+    # As TRL's method: no card of it has a licence.
+    with pytest.raises(TypeError, match="license"):
+        trainer.push_to_hub(license="mit")
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_a_push_that_fails_loses_nothing(hub, model, tmp_path):
     trainer = pushing(model, tmp_path)
     trainer.train()
