@@ -152,7 +152,7 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
     if beyond_pass:
         logger.warning(
             "%s: %d of %d prompts have more than max_tokens_per_pass=%d tokens with an answer of "
-            "max_completion_length=%d, at which the run would stop. Raise max_tokens_per_pass.",
+            "max_completion_length=%s, at which the run would stop. Raise max_tokens_per_pass.",
             title,
             beyond_pass,
             len(data),
