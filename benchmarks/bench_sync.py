@@ -2,9 +2,8 @@
 
 Claim: a low-bit sync takes at most 1.0x the time of a bf16 reload of the same model through the same code path.
 
-Three engines live at once, each in its own process, and take turns. "cached" syncs quantized values that exist
-already; "after a step" has to quantize every layer first, as the sync after an optimizer step does. The forward that
-follows uses these quantized values, so quantization is not paid twice: bench_learner counts it once more, on the
+Three engines live at once, each in its own process, and take turns. A low-bit sync quantizes every layer. The forward
+that follows uses these quantized values, so quantization is not paid twice: bench_learner counts it once more, on the
 learner's side.
 """
 
@@ -15,7 +14,6 @@ import functools
 import json
 import os
 import tempfile
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ import torch
 BASE = "bf16"
 # The scheme of each arm.
 ARMS = {BASE: None, "W4A16": "W4A16", "FP8_DYNAMIC": "FP8_DYNAMIC"}
-KINDS = ("cached", "after a step")
 GOAL = 1.0
 
 
@@ -34,7 +31,7 @@ GOAL = 1.0
 
 
 def serve(tick: Any, path: str, scheme: str | None) -> None:
-    """An engine that syncs on request: `"cached"` or `"after a step"`."""
+    """An engine that syncs on request."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,44 +52,23 @@ def serve(tick: Any, path: str, scheme: str | None) -> None:
         max_num_seqs=8,
     )
 
-    request = tick()
+    tick()
     while True:
-        sync(engine, model, request)
-        request = tick((engine.sync_seconds, engine.synced_bytes))
-
-
-def sync(engine: Any, model: Any, request: str) -> None:
-    """Sync once, and check that quantized values were made anew after a step, and only then."""
-    from qarl_trl.quant import quantized_modules
-
-    layers = [layer for _, layer in quantized_modules(model)]
-    # Not by `id`, which could come again.
-    before = [weakref.ref(layer.low_bit()) for layer in layers]
-    if request == "after a step":
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # Counts as a change: the quantized values are made anew, from the same values.
-                parameter.add_(0)
-
-    engine.reset_clock()
-    engine.sync_weights()
-
-    kept = sum(former() is layer.low_bit() for former, layer in zip(before, layers, strict=True))
-    expected = len(layers) if request == "cached" else 0
-    if kept != expected:
-        raise RuntimeError(f"{kept} of {len(layers)} layers kept their quantized values in a weight sync {request!r}")
+        engine.reset_clock()
+        engine.sync_weights()
+        tick((engine.sync_seconds, engine.synced_bytes))
 
 
 # Here ---------------------------------------------------------------------------------------------------------------
 
 
 def measure(args: argparse.Namespace) -> tuple[common.Times, dict[str, int]]:
-    """Seconds of each kind of sync of each engine, and the bytes that each moves."""
+    """Seconds of the syncs of each engine, and the bytes that each moves."""
     workers: dict[str, common.Worker] = {}
     moved: dict[str, int] = {}
 
-    def timed_sync(name: str, kind: str) -> float:
-        seconds, size = workers[name].step(kind)
+    def timed_sync(name: str) -> float:
+        seconds, size = workers[name].step()
         moved[name] = size
         return seconds
 
@@ -103,10 +79,7 @@ def measure(args: argparse.Namespace) -> tuple[common.Times, dict[str, int]]:
                 workers[name] = common.Worker(serve, path, scheme)
                 workers[name].wait()
 
-            arms = {}
-            for kind in KINDS:
-                for name in ARMS:
-                    arms[f"{name}, {kind}"] = functools.partial(timed_sync, name, kind)
+            arms = {name: functools.partial(timed_sync, name) for name in ARMS}
             times = common.interleave(arms, args.rounds, warmup=2)
     finally:
         for worker in workers.values():
@@ -130,21 +103,18 @@ def row_of(name: str, times: common.Times, moved: dict[str, int], shares: dict[s
 
     Args:
         name: Of the arm.
-        times: Seconds of each kind of sync of each engine.
+        times: Seconds of the syncs of each engine.
         moved: Bytes of a sync of each engine.
         shares: What `share_of_step` returned.
     """
-    cached = common.ratio(times, f"{name}, cached", f"{BASE}, cached")
-    after_a_step = common.ratio(times, f"{name}, after a step", f"{BASE}, after a step")
+    ratio = common.ratio(times, name, BASE)
     return {
         "arm": name,
-        "cached": cached["ratio"],
-        "after a step": after_a_step["ratio"],
+        "ratio": ratio["ratio"],
         "bytes": moved[name],
         "bytes ratio": moved[name] / moved[BASE],
         "share of a step": shares.get(name),
-        "cached s": cached["seconds"],
-        "after a step s": after_a_step["seconds"],
+        "s": ratio["seconds"],
     }
 
 
@@ -154,8 +124,7 @@ def headline_of(row: dict[str, Any]) -> str:
     if row["share of a step"] is not None:
         share = f"{row['share of a step']:.1%} of a step (bench_step)"
     return (
-        f"{row['arm']} / bf16 reload: {row['cached']:.2f}x {common.verdict(row['cached'], GOAL)}; after an "
-        f"optimizer step, with quantization, {row['after a step']:.2f}x {common.verdict(row['after a step'], GOAL)}; "
+        f"{row['arm']} / bf16 reload: {row['ratio']:.2f}x {common.verdict(row['ratio'], GOAL)}; "
         f"{row['bytes ratio']:.2f}x the bytes; {share}"
     )
 
@@ -167,7 +136,7 @@ def main() -> None:
         layers=(4, 2, "decoder layers"),
         inner=(2816, 512, "width of the MLP"),
         vocabulary=(4096, 256, "tokens in the vocabulary"),
-        rounds=(15, 3, "syncs of each kind and engine"),
+        rounds=(15, 3, "syncs of each engine"),
     )
     load = os.getloadavg()[0]
 
