@@ -56,6 +56,8 @@ class ModelMixin:
         frozen base, it gets the adapter and a reference to the base. If this run quantized the base, all checkpoints
         share one `base/`.
 
+        Collective, also under DDP: every process calls it, and the first one writes.
+
         Args:
             output_dir: The folder, by default `args.output_dir`.
 
