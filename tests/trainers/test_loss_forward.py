@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from qarl_trl.trainers.loss_forward import LossForward
 
@@ -49,6 +50,7 @@ def test_a_shared_forward_is_taken_once_by_the_loss_in_the_block():
 
 def test_a_shared_forward_is_not_that_of_anything_else():
     """A user's loss may score what it compares with before it asks for its own log-probs."""
+    PartialState(cpu=True)  # for the log
     forward = LossForward()
     shared = result(1.0)
 
