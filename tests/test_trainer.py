@@ -146,11 +146,22 @@ class NoisyGeneration(QaRLTrainer):
 def test_after_a_rollout_with_other_weights_old_is_scored_with_those_of_the_run(dense_model, tmp_path, how):
     trainer_class = NoisyGeneration if how == "subclass" else QaRLTrainer
     rollout_func = noisy_rollout if how == "rollout_func" else None
+    # The layers with other weights than their own in the forward of `old`, after which rewards are asked.
+    stale: set[str] = set()
+
+    def reward(completions, **_):
+        for name, layer in quantized_modules(trainer.model):
+            used = layer.low_bit().quantized
+            if not torch.equal(used, quantize_weight(layer.weight.detach(), layer.scheme).quantized):
+                stale.add(name)
+        return distinct_characters(completions)
+
     args = QaRLConfig(**without_engine(tmp_path, steps_per_generation=2, max_steps=2))
     data = {"train_dataset": prompts(), "rollout_func": rollout_func}
-    trainer = trainer_class(dense_model, distinct_characters, args, **data)
+    trainer = trainer_class(dense_model, reward, args, **data)
     trainer.train()
 
+    assert not stale
     # No update came in between.
     assert logged(trainer, "ratio/min")[0] == pytest.approx(1, abs=1e-6)
     assert logged(trainer, "ratio/max")[0] == pytest.approx(1, abs=1e-6)
