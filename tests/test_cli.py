@@ -491,6 +491,21 @@ def test_export_in_one_of_a_runs_two_schemes_says_so(checkpoint, tmp_path, capsy
     assert "differs in 4 layers: it is another model. model.layers.0.self_attn.k_proj:" in capsys.readouterr().out
 
 
+def test_export_of_a_run_with_one_scheme_in_two_groups_is_the_model_that_was_trained(checkpoint, tmp_path, capsys):
+    recipe = tmp_path / "two.yaml"
+    four_bits = "weights: {num_bits: 4, strategy: group, group_size: 128}"
+    recipe.write_text(
+        RECIPE.replace("weights: {num_bits: 8, strategy: channel}", four_bits).replace(
+            "          input_activations: {num_bits: 8, strategy: token, dynamic: true}\n", ""
+        )
+    )
+    folder = of_run(checkpoint, tmp_path / "checkpoint-4", quant_recipe=str(recipe))
+
+    cli.main(["export", str(folder), str(tmp_path / "out")])
+
+    assert "another model" not in capsys.readouterr().out
+
+
 def test_export_of_a_checkpoint_whose_manifest_was_edited_says_that_it_compares_nothing(checkpoint, tmp_path, capsys):
     folder = of_run(checkpoint, tmp_path / "checkpoint-4")
     manifest = folder / "manifest.json"

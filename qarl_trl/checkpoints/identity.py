@@ -250,7 +250,10 @@ def _scheme_fact(plan: QuantizationConfig | None) -> str:
     """The schemes in words, with the layers of each, and the layers that stay in high precision."""
     if not plan:
         return "none"
-    layers = {describe_scheme(group): group.targets for group in plan.config_groups.values()}
+    layers: dict[str, list[str]] = {}
+    for group in plan.config_groups.values():
+        # Two groups may have one scheme.
+        layers.setdefault(describe_scheme(group), []).extend(group.targets)
     return f"{layers} without {plan.ignore}"
 
 
