@@ -41,11 +41,13 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     manifest = {"number": _next_number(target.parent), **facts, "files": _file_sizes(folder)}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     # Not moved: after a kill the folder that is in its place has them, whichever of both that is.
-    _copy_files_of_user(target, folder)
+    copy_files_of_user(target, folder)
+    # A folder may wait here since an earlier save, whose renames failed.
+    aside = target.parent / REPLACED / target.name
+    copy_files_of_user(aside, folder)
     flush(folder)
 
     # No file system replaces a folder that is not empty by a rename.
-    aside = target.parent / REPLACED / target.name
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
@@ -62,7 +64,7 @@ def commit(folder: Path, target: Path, **facts: Any) -> None:
     delete_replaced(aside, folder)
 
 
-def _copy_files_of_user(source: Path, checkpoint: Path) -> None:
+def copy_files_of_user(source: Path, checkpoint: Path) -> None:
     """
     Copy what somebody, such as a callback, had put into the folder that a checkpoint replaces.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -13,6 +14,33 @@ from ..quant.names import plain_name
 
 # What a schedule computes from, and what it computed last.
 _RATES = ("lr", "initial_lr")
+
+logger = get_logger(__name__)
+
+
+def say_if_of_another_model(optimizer: Any, model: nn.Module) -> None:
+    """
+    Warn of an optimizer that has none of the parameters that a model trains: a run would look like training.
+
+    It is not refused: an optimizer may keep copies in float32 of its own.
+
+    Args:
+        optimizer: A script's, or `None`. That of DeepSpeed has no groups.
+        model: The model, with whole parameters.
+    """
+    of_optimizer: set[int] = set()
+    for group in getattr(optimizer, "param_groups", ()):
+        of_optimizer.update(map(id, group["params"]))
+    if not of_optimizer:
+        return
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if of_optimizer.isdisjoint(map(id, trained)):
+        logger.warning(
+            "The optimizer in `optimizers` has none of the parameters that the model trains, so its steps may "
+            "change nothing. It was made of another model, or before the trainer made the adapter of peft_config: "
+            "give the trainer a model, or a PeftModel, and an optimizer of its parameters."
+        )
 
 
 def trained_fact(optimizer: Any, model: nn.Module) -> str:

@@ -15,6 +15,7 @@ from .folder import (
     INCOMING,
     REPLACED,
     checkpoint_folders,
+    copy_files_of_user,
     damage,
     delete_replaced,
     finished,
@@ -159,6 +160,7 @@ def _put_back(output_dir: Path) -> None:
                 if not place.exists() and (damage(folder) is None or _waits(folder)):
                     folder.rename(place)
                 elif place_of_others == REPLACED and damage(place) is None:
+                    copy_files_of_user(folder, place)
                     delete_replaced(folder, output_dir / INCOMING / folder.name)
 
 

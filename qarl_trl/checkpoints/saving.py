@@ -28,7 +28,14 @@ from .folder import INCOMING, commit, read_manifest, rotate
 from .identity import SETTINGS
 from .lock import holding
 from .model import ModelMixin
-from .optimizer import apply_settings, changed_settings_of_groups, made_fact, settings_of_groups, trained_fact
+from .optimizer import (
+    apply_settings,
+    changed_settings_of_groups,
+    made_fact,
+    say_if_of_another_model,
+    settings_of_groups,
+    trained_fact,
+)
 from .resume import MADE, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
@@ -106,7 +113,9 @@ class CheckpointMixin(ModelMixin):
             stack.enter_context(signals.listening())
 
             self._forget_earlier_call()
-            self._say_if_optimizer_is_of_another_model()
+            # Shards are other parameters than those that an optimizer was made of.
+            if not self.is_fsdp_enabled:
+                say_if_of_another_model(self.optimizer, self.model)
             if checkpoint is not None:
                 self._say_resumed(checkpoint)
             output = super().train(checkpoint, *args, **kwargs)
@@ -114,22 +123,6 @@ class CheckpointMixin(ModelMixin):
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
         return output
-
-    def _say_if_optimizer_is_of_another_model(self) -> None:
-        """Warn of an optimizer in `optimizers` that has no parameter of the model: a run would look like training."""
-        # Not refused: an optimizer may keep copies in float32 of its own, and that of DeepSpeed has no groups.
-        of_optimizer = {
-            id(parameter) for group in getattr(self.optimizer, "param_groups", ()) for parameter in group["params"]
-        }
-        if not of_optimizer or self.is_fsdp_enabled:
-            return
-
-        if not any(id(parameter) in of_optimizer for parameter in self.model.parameters() if parameter.requires_grad):
-            logger.warning(
-                "The optimizer in `optimizers` has none of the parameters that the model trains, so its steps may "
-                "change nothing. It was made of another model, or before the trainer made the adapter of peft_config: "
-                "give the trainer a model, or a PeftModel, and an optimizer of its parameters."
-            )
 
     def _say_resumed(self, checkpoint: str) -> None:
         """Log which checkpoint the run takes, and which settings differ from that of its run."""

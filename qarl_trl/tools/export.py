@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import warnings
@@ -67,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
     from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ..quant.source import check_index
     from ..validate.layers import unused_patterns, words_of_unused
+    from .export_of_run import layers_of_run, say_if_trained_as_another_model
 
     # All that can be refused is refused before the weights are read.
     resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
     model = source.load()
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
     tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
-    trained = _layers_of_run(args.checkpoint, model)
+    trained = layers_of_run(args.checkpoint, model)
     apply_quantization(
         model,
         scheme=_scheme(args, source),
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
 
     folder = save_low_bit(model, tokenizer, args.output)
     if trained is not None:
-        _say_if_trained_as_another_model(args, trained, model)
+        say_if_trained_as_another_model(args.checkpoint, args.output, trained, model)
     template = folder / "chat_template.jinja"
     if tokenizer.chat_template is None and template.is_file():
         print(f"{template} is of another model, and an engine uses it: the tokenizer of this one has none. Delete it.")
@@ -141,91 +141,6 @@ def _export_parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", nargs="+", default=DEFAULT_TARGETS, help="modules to quantize (default: Linear)")
     parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
     return parser
-
-
-def _say_if_trained_as_another_model(args: argparse.Namespace, trained: dict[str, str], model: Any) -> None:
-    """
-    Print a line if a run trained the checkpoint with other layers in low bits, or with other schemes, than the
-    exported model has.
-
-    Args:
-        args: The options.
-        trained: The layers of the run, from [`_layers_of_run`].
-        model: The exported model.
-    """
-    from ..export.files import LOW_BIT_FOLDER
-
-    exported = _layers_of(model)
-    differing = sorted(name for name in trained | exported if trained.get(name) != exported.get(name))
-    if not differing:
-        return
-
-    first = differing[0]
-    high = "high precision"
-    print(
-        f"{args.checkpoint} was trained with {', '.join(sorted(set(trained.values())))}, and {args.output} differs in "
-        f"{len(differing)} layers: it is another model. {first}: {trained.get(first, high)} in the run, "
-        f"{exported.get(first, high)} here. --scheme, --group_size and --ignore of the run give the one that was "
-        "trained."
-    )
-    low_bit = Path(args.checkpoint, LOW_BIT_FOLDER)
-    if (low_bit / "config.json").is_file():
-        print(f"{low_bit} has the one that was trained, too.")
-
-
-def _layers_of(model: Any) -> dict[str, str]:
-    """The layers of a quantized model by their names in a checkpoint, each with its scheme in words."""
-    from ..quant.layers.layer import LowBitLayer
-    from ..quant.names import checkpoint_modules
-    from ..quant.scheme import describe_scheme
-
-    layers = {}
-    for name, module in checkpoint_modules(model):
-        if isinstance(module, LowBitLayer):
-            layers[name] = describe_scheme(module.scheme)
-    return layers
-
-
-def _layers_of_run(checkpoint: str, model: Any) -> dict[str, str] | None:
-    """
-    The layers that a run had in low bits, as [`_layers_of`] gives those of a model.
-
-    Args:
-        checkpoint: The folder to export.
-        model: Its model, before it is quantized.
-
-    Returns:
-        `None` for a folder that is no checkpoint of a run in low bits, or does not say which layers.
-    """
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-
-    from ..checkpoints.folder import MANIFEST
-    from ..quant.match import match_layers
-
-    manifest = Path(checkpoint, MANIFEST)
-    if not manifest.is_file():
-        return None
-    fact = json.loads(manifest.read_text()).get("scheme", "none")
-    if fact == "none":
-        return None
-
-    # As `identity_of` writes it: a dictionary of targets by the schemes in words, and a list of what is ignored.
-    written, _, ignore = fact.rpartition(" without ")
-    groups: dict[str, QuantizationScheme] = {}
-    try:
-        for words, targets in ast.literal_eval(written).items():
-            # Only for its targets: the words do not tell all of the scheme.
-            groups[words] = QuantizationScheme(targets=targets, weights=QuantizationArgs())
-        plan = QuantizationConfig(config_groups=groups, ignore=ast.literal_eval(ignore))
-        matched = match_layers(model, plan)
-    except (ValueError, SyntaxError) as error:
-        print(f"{manifest} does not say which layers the run had in low bits ({error}): nothing is compared with it.")
-        return None
-
-    layers = {}
-    for layer in matched:
-        layers[layer.name] = next(words for words, group in plan.config_groups.items() if group is layer.scheme)
-    return layers
 
 
 def _scheme(args: argparse.Namespace, source: ExportSource) -> str | QuantizationConfig:

@@ -168,11 +168,31 @@ def test_a_folder_of_a_user_that_could_not_return_outlives_later_saves_and_the_n
 
 def test_a_start_deletes_what_a_checkpoint_has_replaced_if_a_kill_came_before(tmp_path):
     target = write(tmp_path, 1, "new")
-    write(tmp_path / "_replaced", 1, "old")
+    replaced = write(tmp_path / "_replaced", 1, "old")
+    (replaced / "loss.png").write_text("picture")
 
     assert resume_path("auto", config(tmp_path)) == str(target)
+    # A kill came after its copy. Where none was made, it is made now.
+    assert (target / "loss.png").read_text() == "picture"
     assert (target / "model.safetensors").read_text() == "new"
     assert not (tmp_path / "_replaced" / "checkpoint-1").exists()
+
+
+def test_a_checkpoint_takes_the_files_of_a_folder_that_could_not_return(tmp_path, failing_renames, monkeypatch):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "loss.png").write_text("picture")
+    failing_renames(1, 2)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(tmp_path, 1, "new")
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / INCOMING)  # as the trainer does after a failed save
+
+    # The same trainer goes on, without a start in between.
+    target = write(tmp_path, 1, "newer")
+
+    assert (target / "model.safetensors").read_text() == "newer"
+    assert (target / "loss.png").read_text() == "picture"
+    assert not (tmp_path / "_replaced").exists()
 
 
 @pytest.mark.parametrize("manifest", [False, True], ids=["user's folder", "checkpoint"])

@@ -1,0 +1,92 @@
+"""Compare what `qarl-trl export` made of a run's checkpoint with what the run trained."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+
+from ..checkpoints.folder import MANIFEST
+from ..export.files import LOW_BIT_FOLDER
+from ..quant.layers.layer import LowBitLayer
+from ..quant.match import match_layers
+from ..quant.names import checkpoint_modules
+from ..quant.scheme import describe_scheme
+
+
+def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[str, str], model: Any) -> None:
+    """
+    Print a line if a run trained the checkpoint with other layers in low bits, or with other schemes, than the
+    exported model has.
+
+    Args:
+        checkpoint: The folder that was exported.
+        output: The folder that was written.
+        trained: The layers of the run, from [`layers_of_run`].
+        model: The exported model.
+    """
+    exported = _layers_of(model)
+    differing = sorted(name for name in trained | exported if trained.get(name) != exported.get(name))
+    if not differing:
+        return
+
+    first = differing[0]
+    high = "high precision"
+    print(
+        f"{checkpoint} was trained with {', '.join(sorted(set(trained.values())))}, and {output} differs in "
+        f"{len(differing)} layers: it is another model. {first}: {trained.get(first, high)} in the run, "
+        f"{exported.get(first, high)} here. --scheme, --group_size and --ignore of the run give the one that was "
+        "trained."
+    )
+    low_bit = Path(checkpoint, LOW_BIT_FOLDER)
+    if (low_bit / "config.json").is_file():
+        print(f"{low_bit} has the one that was trained, too.")
+
+
+def _layers_of(model: Any) -> dict[str, str]:
+    """The layers of a quantized model by their names in a checkpoint, each with its scheme in words."""
+    layers = {}
+    for name, module in checkpoint_modules(model):
+        if isinstance(module, LowBitLayer):
+            layers[name] = describe_scheme(module.scheme)
+    return layers
+
+
+def layers_of_run(checkpoint: str, model: Any) -> dict[str, str] | None:
+    """
+    The layers that a run had in low bits, as [`_layers_of`] gives those of a model.
+
+    Args:
+        checkpoint: The folder to export.
+        model: Its model, before it is quantized.
+
+    Returns:
+        `None` for a folder that is no checkpoint of a run in low bits, or does not say which layers.
+    """
+    manifest = Path(checkpoint, MANIFEST)
+    if not manifest.is_file():
+        return None
+    fact = json.loads(manifest.read_text()).get("scheme", "none")
+    if fact == "none":
+        return None
+
+    # As `identity_of` writes it: a dictionary of targets by the schemes in words, and a list of what is ignored.
+    written, _, ignore = fact.rpartition(" without ")
+    groups: dict[str, QuantizationScheme] = {}
+    try:
+        for words, targets in ast.literal_eval(written).items():
+            # Only for its targets: the words do not tell all of the scheme.
+            groups[words] = QuantizationScheme(targets=targets, weights=QuantizationArgs())
+        plan = QuantizationConfig(config_groups=groups, ignore=ast.literal_eval(ignore))
+        matched = match_layers(model, plan)
+    except (ValueError, SyntaxError) as error:
+        print(f"{manifest} does not say which layers the run had in low bits ({error}): nothing is compared with it.")
+        return None
+
+    layers = {}
+    for layer in matched:
+        layers[layer.name] = next(words for words, group in plan.config_groups.items() if group is layer.scheme)
+    return layers
