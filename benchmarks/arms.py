@@ -102,6 +102,7 @@ LONG_ARMS = (
     "QaRL GSPO",
     "QaRL TBPO",
 )
+DISTILLED_ARMS = ("bf16 GRPO", "rollout-only GRPO", "QaRL GRPO")
 LEVELS = ("rollout-only TBPO", "QaRL TBPO, stock operations", "QaRL TBPO")
 
 TOY = {
@@ -145,6 +146,8 @@ REGIMES: dict[str, dict[str, Any]] = {
     "w4a8": HARD | {"quantization": {"quant_scheme": "W4A8"}},
     "long": LONG,
     "long_stale": LONG | {"updates": 32},
+    # Arms in 4 bits begin with a distilled start, and every trained model is distilled again.
+    "long_distilled": LONG | {"distilled": {"updates": 300, "rate": 1e-3}},
 }
 
 
@@ -171,6 +174,8 @@ def cells(options: argparse.Namespace) -> list[Cell]:
 
 def seeds_of(regime: str, arm: str) -> int:
     """How many seeds an arm has in a regime."""
+    if regime == "long_distilled":
+        return 3
     if regime.startswith("long"):
         return 8
     if regime == "hard" and arm in MAIN:
@@ -186,6 +191,8 @@ def arms_of(regime: str) -> list[str]:
         return list(LEVELS)
     if regime in ("long", "long_stale"):
         return list(LONG_ARMS)
+    if regime == "long_distilled":
+        return list(DISTILLED_ARMS)
     if regime == "hot":
         return [*MAIN, *UNWEIGHTED, "QaRL GRPO", "bf16 TBPO"]
     return [*MAIN, *UNWEIGHTED]
@@ -195,6 +202,11 @@ def file_of(regime: str, arm: str, seed: int) -> Path:
     """Where a cell is, if it was run."""
     name = arm.lower().replace(",", "").replace(" ", "_")
     return FOLDER / regime / f"{name}.{seed}.json"
+
+
+def distilled_file_of(settings: dict[str, Any]) -> Path:
+    """Where the weights of a regime's distilled start are (arms_distilled_start.py)."""
+    return FOLDER / f"{start_of(settings)}_distilled.safetensors"
 
 
 def is_done(cell: Cell) -> bool:

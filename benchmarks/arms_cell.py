@@ -16,9 +16,10 @@ import common  # sets what torch and vLLM read when they load
 import portable_engine
 import torch
 import vllm  # noqa: F401  # here, so that cells that are forked have it
-from arms import DRAWS, STOCK, WEIGHTS, sha_of
+from arms import DRAWS, STOCK, WEIGHTS, distilled_file_of, sha_of
 from arms_task import HELD_OUT, add_outliers, kept_by_kpop, numbers_of, problems
 from datasets import Dataset, disable_progress_bars
+from safetensors.torch import load_model
 from sums import correct, make_tokenizer
 from transformers import PrinterCallback, ProgressCallback, Qwen3ForCausalLM
 from transformers.utils import logging
@@ -100,6 +101,7 @@ def run(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: int, fold
         "log": common.logged_columns(trainer.state.log_history, KEPT),
         "draws": DRAWS,
         "base_sha256": sha_of(base / WEIGHTS),
+        "distilled_sha256": sha_of(distilled_file_of(regime)) if starts_distilled(arm, regime) else None,
         "seconds": round(time.perf_counter() - start, 1),
         "cpu_seconds": round(time.process_time(), 1),
         "machine": MACHINE,
@@ -127,7 +129,11 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
     """The trainer of a cell. `folder` gets its start: the model of `base` with the outlier channels of the regime."""
     source = folder / "start"
     model = Qwen3ForCausalLM.from_pretrained(base)
-    add_outliers(model, **regime["outliers"])
+    if starts_distilled(arm, regime):
+        # Its weights have the outlier channels.
+        load_model(model, distilled_file_of(regime))
+    else:
+        add_outliers(model, **regime["outliers"])
     model.save_pretrained(source)
     make_tokenizer().save_pretrained(source)
 
@@ -145,6 +151,11 @@ def make_trainer(base: Path, arm: dict[str, Any], regime: dict[str, Any], seed: 
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
+
+
+def starts_distilled(arm: dict[str, Any], regime: dict[str, Any]) -> bool:
+    """Whether a cell begins with the distilled start: that of an arm in bfloat16 is never distilled."""
+    return "distilled" in regime and arm.get("quant_scheme") != "none"
 
 
 def settings_of(arm: dict[str, Any], regime: dict[str, Any], seed: int, folder: Path) -> dict[str, Any]:
@@ -235,7 +246,9 @@ def scores_of(trainer: QaRLTrainer, arm: dict[str, Any], regime: dict[str, Any],
     model.save_pretrained(masters)
 
     ways = ["rounded", "gptq"]
-    if arm.get("quant_scheme") == "none":
+    if "distilled" in regime:
+        ways.append("distilled")
+    elif arm.get("quant_scheme") == "none":
         ways.append("awq")
     script = Path(__file__).with_name("arms_scores.py")
     command = [sys.executable, str(script), str(masters), json.dumps(regime), *ways]

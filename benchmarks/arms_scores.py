@@ -1,5 +1,5 @@
 """
-What a trained toy of arms.py scores as it is, and in 4 bits: rounded to nearest, by GPTQ and by AWQ.
+What a trained toy of arms.py scores as it is, and in 4 bits: rounded to nearest, by GPTQ, by AWQ and distilled.
 
     python benchmarks/arms_scores.py FOLDER REGIME WAY...      a regime as JSON; prints the scores as JSON
     python benchmarks/arms_scores.py before NAME               writes those of the start of `arms.REGIMES[NAME]`
@@ -20,6 +20,7 @@ from typing import Any
 import common  # finds the scripts of examples/
 import torch
 from arms import FOLDER, REGIMES, start_of
+from arms_distill import distill
 from arms_task import HELD_OUT, add_outliers, numbers_of, problems
 from datasets import Dataset
 from llmcompressor import oneshot
@@ -41,7 +42,7 @@ def scores(folder: Path, regime: dict[str, Any], ways: list[str]) -> dict[str, f
     Args:
         folder: The toy.
         regime: An entry of `arms.REGIMES`.
-        ways: Keys of `WAYS`: how it is quantized.
+        ways: Keys of `WAYS`, or "distilled": how it is quantized.
 
     Returns:
         Shares of right answers, of "as it is" and of each way.
@@ -53,7 +54,11 @@ def scores(folder: Path, regime: dict[str, Any], ways: list[str]) -> dict[str, f
 
     shares = {"as it is": accuracy(model, tokenizer, held_out, length)}
     for way in ways:
-        quantized = quantize(model, tokenizer, WAYS[way], regime)
+        source = model
+        method = WAYS.get(way, "rtn")
+        if way == "distilled":
+            source, _ = distill(model, regime, **regime["distilled"])
+        quantized = quantize(source, tokenizer, method, regime)
         shares[way] = accuracy(quantized, tokenizer, held_out, length)
     return shares
 
