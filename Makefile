@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 
 # OpenMP threads that spin at barriers slow a second busy process down ten times; read before Python starts.
 export OMP_WAIT_POLICY := PASSIVE
+# Tests start some hundred processes. Without bytecode each would compile what it imports again, for ten seconds and more.
+export PYTHONDONTWRITEBYTECODE :=
 # GiB for vLLM's key-value cache on CPU.
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 export VLLM_LOGGING_LEVEL ?= ERROR

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -19,7 +18,7 @@ from ..export.files import BASE_FOLDER, apply_umask, forget_base, name_base
 from ..export.low_bit import check_adapter_target, holds_low_bit
 from ..export.outputs import Outputs
 from ..guards import all_or_none
-from ..quant.names import base_model
+from ..quant.names import base_model, is_peft_model
 from ..quant.store import iter_low_bit_weights
 from ..quant.weight_stream import WeightStream
 from .folder import MANIFEST

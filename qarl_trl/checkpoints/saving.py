@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
@@ -22,6 +21,7 @@ from trl.trainer.utils import RepeatSampler
 from .._compat.resuming import restore_default_adapter, restore_master_weights
 from ..guards import on_first
 from ..quant.layers.experts import expert_modules
+from ..quant.names import is_peft_model
 from ..quant.store import LowBitStore
 from .changes import rows_per_update
 from .folder import INCOMING, commit, read_manifest, rotate

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from huggingface_hub import CommitInfo, ModelCard
 
-from ..quant.names import base_model
+from ..quant.names import base_model, is_peft_model
 from .card import render_card, served_rank, write_card
 from .card_edits import ADDRESS, CARD, edited_card
 from .card_facts import base_facts, training_facts

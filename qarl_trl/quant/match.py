@@ -11,14 +11,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.utils import match_name, match_targets
 from torch import nn
 
 from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_known_layout, layer_names, layout_of
 from .layers.layer import quantized_modules
-from .names import base_model, checkpoint_modules
+from .names import base_model, checkpoint_modules, is_peft_model
 from .patterns import check_patterns, patterns_of
 from .quantize import PACKED_TOGETHER
 from .scheme import ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of

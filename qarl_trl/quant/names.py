@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import accelerate.utils
 import transformers
-from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -17,6 +18,26 @@ from transformers.core_model_loading import PrefixChange, WeightRenaming
 def plain_name(name: str) -> str:
     """A parameter's or module's name without the part that activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """
+    Whether a model is a `PeftModel`, in a wrapper too.
+
+    accelerate's function of this name is asked about wrappers alone: it looks for peft on the disk, which takes
+    milliseconds, and every pass asks several times.
+
+    Args:
+        model: A transformers model, a `PeftModel`, or one of them in DDP.
+    """
+    if isinstance(model, PreTrainedModel):
+        return False
+
+    # It is optional, and who has a `PeftModel` has loaded it.
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return False
+    return isinstance(model, peft.PeftModel) or accelerate.utils.is_peft_model(model)
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:

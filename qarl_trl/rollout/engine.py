@@ -24,13 +24,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
 
 from .._compat.rollout_batch import extracted_by
 from ..guards import all_or_none, on_first
+from ..quant.names import is_peft_model
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
 from ..quant.weight_stream import WeightStream

@@ -1,11 +1,14 @@
 """`qarl_trl.quant.names`: what the config of a model says, and what the model has."""
 
+import accelerate.utils
 import pytest
 import torch
+from conftest import make_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from qarl_trl.quant.names import has_untied_head, untie
+from qarl_trl.quant.names import has_untied_head, is_peft_model, untie
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -24,3 +27,16 @@ def test_a_model_of_several_parts_has_the_head_that_its_whole_config_says(is_tie
     assert has_untied_head(model) == is_tied
     untie(model.config)
     assert not has_untied_head(model)
+
+
+def test_a_model_with_adapters_is_known_as_accelerate_knows_it():
+    """In a wrapper, as of several devices, too."""
+    plain = make_model()
+    with_adapter = get_peft_model(make_model(), LoraConfig())
+    models = {"plain": plain, "with adapter": with_adapter}
+    for name, model in list(models.items()):
+        models[f"{name}, wrapped"] = nn.DataParallel(model)
+
+    for name, model in models.items():
+        assert is_peft_model(model) == accelerate.utils.is_peft_model(model), name
+        assert is_peft_model(model) == name.startswith("with adapter")
