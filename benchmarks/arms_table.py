@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from real_table import markdown, put_tables
 
 
 Cell = dict[str, Any]
+# Regime, arm, and how its weights are scored.
+Deployed = tuple[str, str, str]
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "benchmarks" / "results" / "arms" / "README.md", ROOT / "docs" / "results.md")
 SHOWN_REGIMES = ("hard", "again", "hot", "easy")
@@ -38,6 +40,32 @@ COMPARED = (
     ("QaRL GRPO rounded less rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL GRPO", "rounded")),
     ("QaRL TBPO rounded less rollout-only TBPO by GPTQ", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "rounded")),
     ("QaRL TBPO less GSPO", ("QaRL GSPO", "rounded"), ("QaRL TBPO", "rounded")),
+)
+# Of the start of `long` after its distillation: from, to, each with its regime.
+DISTILLED = "long_distilled"
+COMPARED_DISTILLED = (
+    ("QaRL rounded less bf16 by GPTQ", (DISTILLED, "bf16 GRPO", "gptq"), (DISTILLED, "QaRL GRPO", "rounded")),
+    ("QaRL rounded less bf16 distilled", (DISTILLED, "bf16 GRPO", "distilled"), (DISTILLED, "QaRL GRPO", "rounded")),
+    (
+        "QaRL less rollout-only, both rounded",
+        (DISTILLED, "rollout-only GRPO", "rounded"),
+        (DISTILLED, "QaRL GRPO", "rounded"),
+    ),
+    (
+        "QaRL rounded less rollout-only by GPTQ",
+        (DISTILLED, "rollout-only GRPO", "gptq"),
+        (DISTILLED, "QaRL GRPO", "rounded"),
+    ),
+    (
+        "QaRL rounded less rollout-only distilled",
+        (DISTILLED, "rollout-only GRPO", "distilled"),
+        (DISTILLED, "QaRL GRPO", "rounded"),
+    ),
+    (
+        "QaRL rounded, this start less that of *long*",
+        ("long", "QaRL GRPO", "rounded"),
+        (DISTILLED, "QaRL GRPO", "rounded"),
+    ),
 )
 # Of the users' tables.
 SHOWN_ARMS = (
@@ -277,15 +305,38 @@ def long_table(regime: str) -> str:
 
 def long_differences(regime: str) -> str:
     """Differences of two arms of a long regime, paired by seed."""
+    return differences([(text, (regime, *first), (regime, *second)) for text, first, second in COMPARED])
+
+
+def differences(compared: Sequence[tuple[str, Deployed, Deployed]]) -> str:
+    """What lies between the two that each entry names, paired by seed."""
     header = ["what is compared", "pairs", "points", "pairs above 0", "range"]
     rows = []
-    for text, first, second in COMPARED:
-        before = scores_by_seed(regime, *first)
-        after = scores_by_seed(regime, *second)
+    for text, first, second in compared:
+        before = scores_by_seed(*first)
+        after = scores_by_seed(*second)
         seeds = sorted(before.keys() & after.keys())
         points = [100 * (after[seed] - before[seed]) for seed in seeds]
         rows.append([text, str(len(points)), *summary(points)])
     return markdown(header, rows)
+
+
+def distilled_table() -> str:
+    """The arms that begin with a distilled start, and bf16 GRPO, which is distilled after training alone."""
+    ways = ("as it is", "rounded", "gptq", "distilled")
+    rows = []
+    for name, start in (("start in bfloat16", "long"), ("start, distilled", DISTILLED)):
+        shares = json.loads((FOLDER / f"{start}_before.json").read_text())["scores"]
+        of_start = [f"{100 * shares[way]:.1f}" if way in shares else "-" for way in ways]
+        rows.append([name, "-", "-", *of_start, "-", "-"])
+
+    for arm in arms_of(DISTILLED):
+        cells = read(DISTILLED, arm)
+        deployed = [deployed_accuracy(cells, way, "{:.1f}") for way in ways]
+        reward = spread(cells, lambda cell: mean_of(cell, "reward", 3), "{:.2f}")
+        rows.append([arm, str(len(cells)), accuracies(cells, "{:.0f}"), *deployed, reward, mean_mismatch(cells)])
+    header = ["arm", "seeds", "engine, by seed, %", "as it is", "rounded", "GPTQ", "distilled", "reward"]
+    return markdown([*header, "mismatch, nats"], rows)
 
 
 def scores_by_seed(regime: str, arm: str, way: str) -> dict[int, float]:
@@ -340,6 +391,8 @@ def tables() -> dict[str, str]:
     for regime in LONG_REGIMES:
         by_name[regime] = long_table(regime)
         by_name[f"{regime}, pairs"] = long_differences(regime)
+    by_name["distilled"] = distilled_table()
+    by_name["distilled, pairs"] = differences(COMPARED_DISTILLED)
     by_name["alignment"] = level_table()
     by_name["toy"] = users_table()
     by_name["toy, long"] = users_long_table("long")
