@@ -20,9 +20,9 @@ NOT_TRIED = "not tried"
 
 HEAD = """# What works, what does not
 
-What works or is refused links to the file of its test. A refused setting stops the run with one line, as a rule
-before a model loads. What is not tried has no test: it may work.
-"Engine" is vLLM's engine on a CPU. What ran on GPUs: [versions](../CONTRIBUTING.md#versions).
+What works or is refused links to the file of its test. What is not tried has no test, but may work. A refused setting
+stops the run with one line, as a rule before a model loads. "Engine" is vLLM's engine on a CPU; see also
+[what ran on GPUs](../CONTRIBUTING.md#versions).
 
 <!-- Written by tests/works.py. -->
 """
