@@ -147,7 +147,7 @@ REGIMES: dict[str, dict[str, Any]] = {
     "long": LONG,
     "long_stale": LONG | {"updates": 32},
     # Arms in 4 bits begin with a distilled start, and every trained model is distilled again.
-    "long_distilled": LONG | {"distilled": {"updates": 300, "rate": 1e-3}},
+    "long_distilled": LONG | {"distilled": {"updates": 300, "rate": 3e-4}},
 }
 
 
