@@ -80,16 +80,20 @@ class ModelMixin:
         outputs = self._outputs(in_checkpoint=self._incoming is not None)
         users_card = edited_card(path)
 
+        try:
+            if outputs.high_precision:
+                super().save_model(str(path), _internal_call=True)
+        finally:
+            # peft changes a card that is there, and adds the base's local path to it. Weights come after it, and may
+            # find the disk full.
+            if users_card is not None and self.args.should_save:
+                (path / CARD).write_bytes(users_card)
+
         if outputs.high_precision:
-            super().save_model(str(path), _internal_call=True)
             apply_umask(path)
             if is_peft_model(self._unwrapped) and not outputs.frozen_base and self.args.should_save:
                 # An earlier run may have had its adapter here.
                 forget_base(path)
-        # peft changes a card that is there, and adds the base's local path to it.
-        if users_card is not None and self.args.should_save:
-            (path / CARD).write_bytes(users_card)
-
         if outputs.frozen_base:
             self._save_base(path)
         if outputs.low_bit is not None:
