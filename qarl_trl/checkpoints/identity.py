@@ -72,7 +72,7 @@ def identity_of(
         "model": name,
         "weights": _weights_fact(name, args.model_init_kwargs),
         "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
-        "scheme": _scheme_fact(plan),
+        "scheme": scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),
         "world_size": args.world_size,
@@ -266,7 +266,7 @@ def _data_fact(data: Any) -> str:
     return f"{len(data)} rows, {content.hexdigest()[:16]}"
 
 
-def _scheme_fact(plan: QuantizationConfig | None) -> str:
+def scheme_fact(plan: QuantizationConfig | None) -> str:
     """The schemes in words, with the layers of each, and the layers that stay in high precision."""
     if not plan:
         return "none"
