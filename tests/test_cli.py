@@ -441,6 +441,42 @@ def test_export_of_a_runs_checkpoint_in_another_scheme_says_so(checkpoint, tmp_p
     assert ("it is another model." in capsys.readouterr().out) == is_said
 
 
+@pytest.mark.parametrize(
+    ("options", "frozen", "is_said"),
+    [
+        ([], False, True),
+        (["--group_size", "32", "--ignore", "lm_head", "re:.*down_proj$"], False, False),
+        (["--group_size", "32"], False, True),
+        # Beside a frozen base, which the folder's earlier run did not have.
+        ([], True, False),
+    ],
+)
+def test_export_of_the_adapter_that_a_run_saved_in_another_scheme_says_so(
+    checkpoint, tmp_path, capsys, options, frozen, is_said
+):
+    """The folder of `save_model` has no manifest, and the low-bit model beside the adapter."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl.export import save_low_bit
+    from qarl_trl.quant import apply_quantization
+
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "run")
+    make_tokenizer().save_pretrained(tmp_path / "run")
+    apply_quantization(model, "W4A16", group_size=32, ignore=["lm_head", "re:.*down_proj$"])
+    save_low_bit(model, None, tmp_path / "run" / "low_bit")
+    if frozen:
+        (tmp_path / "run" / "base_config.json").write_text('{"weights": null}')
+
+    cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out"), *options])
+
+    said = capsys.readouterr().out
+    assert ("it is another model." in said) == is_said
+    assert ("low_bit has the one that was trained, too." in said) == is_said
+
+
 DOWN = r"re:.*down_proj$"
 
 

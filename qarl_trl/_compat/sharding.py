@@ -33,6 +33,16 @@ def fsdp_settings(args: Any) -> dict[str, Any] | None:
     return {"fsdp_version": version, "cpu_offload": offload}
 
 
+def writes_whole_models(accelerator: Any) -> bool:
+    """
+    Whether the Trainer's `save_model` writes a model under FSDP (transformers 5.17): only with `FULL_STATE_DICT`.
+
+    Args:
+        accelerator: The Trainer's, of a run under FSDP.
+    """
+    return "FULL_STATE_DICT" in str(accelerator.state.fsdp_plugin.state_dict_type)
+
+
 def is_zero3(args: Any) -> bool:
     """
     Whether DeepSpeed shards the parameters.

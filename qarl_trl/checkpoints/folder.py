@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..export.card_edits import CARD
-from ..export.files import apply_umask, flush
+from ..export.files import LOW_BIT_FOLDER, apply_umask, flush
 
 
 MANIFEST = "manifest.json"
@@ -18,6 +18,10 @@ MANIFEST = "manifest.json"
 INCOMING = "_incoming"
 # Folder of a checkpoint that another of the same step is just replacing. A failed save does not delete it.
 REPLACED = "_replaced"
+# What a user may edit or move away, for example to serve the low-bit model: no resume reads it.
+_NOT_FOR_A_RESUME = re.compile(
+    rf"{LOW_BIT_FOLDER}/.*|(tokenizer|chat_template|special_tokens|added_tokens|vocab|merges|generation_config)[^/]*"
+)
 
 
 def commit(folder: Path, target: Path, **facts: Any) -> None:
@@ -156,13 +160,13 @@ def checkpoint_folders(output_dir: Path) -> list[Path]:
 
 def damage(folder: Path) -> str | None:
     """
-    Find out why a checkpoint is incomplete.
+    Find out why no run can resume from a checkpoint.
 
     Args:
         folder: A checkpoint of the trainer.
 
     Returns:
-        What is missing or cut off, in words, or `None` for a complete checkpoint.
+        What is missing or cut off, in words, or `None` for a checkpoint that has all that a resume reads.
 
     Raises:
         OSError: if it cannot be read now. That does not make it damaged.
@@ -171,8 +175,7 @@ def damage(folder: Path) -> str | None:
         manifest = read_manifest(folder)
         int(manifest["number"])
         needed = dict(manifest["files"])
-        # Earlier versions listed cards.
-        needed = {name: size for name, size in needed.items() if Path(name).name != CARD}
+        needed = {name: size for name, size in needed.items() if _is_for_a_resume(name)}
         present = {name: (folder / name).stat().st_size for name in needed}
     except (FileNotFoundError, NotADirectoryError) as error:
         return f"{error.filename} is missing"
@@ -183,6 +186,12 @@ def damage(folder: Path) -> str | None:
         if present[name] != size:
             return f"{name} has {present[name]} bytes, needs {size}"
     return None
+
+
+def _is_for_a_resume(name: str) -> bool:
+    """Whether a resume may read a file that a manifest lists, by its relative path."""
+    # Earlier versions listed cards.
+    return Path(name).name != CARD and not _NOT_FOR_A_RESUME.fullmatch(name)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -71,7 +72,7 @@ def identity_of(
         "model": name,
         "weights": _weights_fact(name, args.model_init_kwargs),
         "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
-        "scheme": _scheme_fact(plan),
+        "scheme": scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),
         "world_size": args.world_size,
@@ -80,6 +81,10 @@ def identity_of(
     pickles = _pickles(_folder(name, args.model_init_kwargs))
     if pickles:
         facts["pickled_weights"] = digest(pickles)
+    end_tokens = _end_tokens(_folder(name, args.model_init_kwargs))
+    # A trainer without rewards is given its answers.
+    if REWARDS in settings and end_tokens is not None:
+        facts["end_tokens"] = end_tokens
     if trainer is not None:
         facts["trainer"] = trainer
     if adapters and not isinstance(model, str):
@@ -131,6 +136,21 @@ def _pickles(folder: Path | None) -> list[Path]:
     if folder is None or any(folder.glob("*.safetensors")):
         return []
     return sorted(folder.glob(_PICKLES))
+
+
+def _end_tokens(folder: Path | None) -> list[int] | None:
+    """
+    The tokens that end an answer by a local model's `generation_config.json`; `None` without that file.
+
+    Its other fields do not count: TRL samples by its own settings, and a user may change them to serve the model.
+    """
+    file = folder and folder / "generation_config.json"
+    if file is None or not file.is_file():
+        return None
+    tokens = json.loads(file.read_text()).get("eos_token_id")
+    if isinstance(tokens, int):
+        return [tokens]
+    return sorted(tokens or [])
 
 
 def _loaded_base_fact(model: nn.Module) -> str:
@@ -246,7 +266,7 @@ def _data_fact(data: Any) -> str:
     return f"{len(data)} rows, {content.hexdigest()[:16]}"
 
 
-def _scheme_fact(plan: QuantizationConfig | None) -> str:
+def scheme_fact(plan: QuantizationConfig | None) -> str:
     """The schemes in words, with the layers of each, and the layers that stay in high precision."""
     if not plan:
         return "none"

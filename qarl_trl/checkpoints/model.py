@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.trainer import TRAINER_STATE_NAME
 
+from .._compat.sharding import writes_whole_models
 from ..export import save_low_bit
 from ..export.card import write_card
 from ..export.card_edits import CARD, edited_card
@@ -79,21 +80,41 @@ class ModelMixin:
         outputs = self._outputs(in_checkpoint=self._incoming is not None)
         users_card = edited_card(path)
 
+        try:
+            if outputs.high_precision:
+                super().save_model(str(path), _internal_call=True)
+                self._save_if_sharded(path)
+        finally:
+            # peft changes a card that is there, and adds the base's local path to it. Weights come after it, and may
+            # find the disk full.
+            if users_card is not None and self.args.should_save:
+                (path / CARD).write_bytes(users_card)
+
         if outputs.high_precision:
-            super().save_model(str(path), _internal_call=True)
             apply_umask(path)
             if is_peft_model(self._unwrapped) and not outputs.frozen_base and self.args.should_save:
                 # An earlier run may have had its adapter here.
                 forget_base(path)
-        # peft changes a card that is there, and adds the base's local path to it.
-        if users_card is not None and self.args.should_save:
-            (path / CARD).write_bytes(users_card)
-
         if outputs.frozen_base:
             self._save_base(path)
         if outputs.low_bit is not None:
             self._save_low_bit(path / outputs.low_bit)
         self._write_cards(path)
+
+    def _save_if_sharded(self, path: Path) -> None:
+        """
+        Write what the Trainer leaves out under FSDP with sharded checkpoints, which are accelerate's default: an
+        adapter, and outside of a checkpoint a model without quantization. Collective.
+        """
+        if not self.is_fsdp_enabled or writes_whole_models(self.accelerator):
+            return
+        # A checkpoint of all weights has them in shards, from which alone a run resumes.
+        if self._incoming is not None and not is_peft_model(self._unwrapped):
+            return
+
+        state_dict = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(str(path), state_dict=state_dict)
 
     def _save_base(self, path: Path) -> None:
         """Write a reference to the frozen base beside the adapter in `path`, and the base if this run quantized it."""

@@ -10,7 +10,8 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 from ..checkpoints.folder import MANIFEST
-from ..export.files import LOW_BIT_FOLDER
+from ..checkpoints.identity import scheme_fact
+from ..export.files import BASE_CONFIG, LOW_BIT_FOLDER
 from ..quant.layers.layer import LowBitLayer
 from ..quant.match import match_layers
 from ..quant.names import checkpoint_modules
@@ -64,29 +65,42 @@ def layers_of_run(checkpoint: str, model: Any) -> dict[str, str] | None:
         model: Its model, before it is quantized.
 
     Returns:
-        `None` for a folder that is no checkpoint of a run in low bits, or does not say which layers.
+        `None` for a folder that no run in low bits saved, or that does not say which layers.
     """
-    manifest = Path(checkpoint, MANIFEST)
-    if not manifest.is_file():
-        return None
-    fact = json.loads(manifest.read_text()).get("scheme", "none")
-    if fact == "none":
-        return None
-
-    # As `identity_of` writes it: a dictionary of targets by the schemes in words, and a list of what is ignored.
-    written, _, ignore = fact.rpartition(" without ")
     groups: dict[str, QuantizationScheme] = {}
     try:
+        fact = _scheme_of_run(Path(checkpoint))
+        if fact == "none":
+            return None
+
+        # As `identity_of` writes it: a dictionary of targets by the schemes in words, and a list of what is ignored.
+        written, _, ignore = fact.rpartition(" without ")
         for words, targets in ast.literal_eval(written).items():
             # Only for its targets: the words do not tell all of the scheme.
             groups[words] = QuantizationScheme(targets=targets, weights=QuantizationArgs())
         plan = QuantizationConfig(config_groups=groups, ignore=ast.literal_eval(ignore))
         matched = match_layers(model, plan)
     except (ValueError, SyntaxError) as error:
-        print(f"{manifest} does not say which layers the run had in low bits ({error}): nothing is compared with it.")
+        print(
+            f"{checkpoint} does not say which layers its run had in low bits ({error}): nothing is compared with it."
+        )
         return None
 
     layers = {}
     for layer in matched:
         layers[layer.name] = next(words for words, group in plan.config_groups.items() if group is layer.scheme)
     return layers
+
+
+def _scheme_of_run(folder: Path) -> str:
+    """The scheme of a run: from the manifest of its checkpoint, or of the low-bit model beside a merged adapter."""
+    manifest = folder / MANIFEST
+    if manifest.is_file():
+        return json.loads(manifest.read_text()).get("scheme", "none")
+
+    low_bit = folder / LOW_BIT_FOLDER / "config.json"
+    # A run with a frozen base may have its adapter in the folder of an earlier one.
+    if not low_bit.is_file() or (folder / BASE_CONFIG).exists():
+        return "none"
+    quantization = json.loads(low_bit.read_text()).get("quantization_config")
+    return scheme_fact(QuantizationConfig.model_validate(quantization)) if quantization else "none"

@@ -15,6 +15,7 @@ from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs
+from ..rollout.server.worker_calls import fields_of_request
 from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter
 from .layers import check_plan
@@ -146,13 +147,19 @@ def _check_numbers(args: RunSettings) -> None:
 
 
 def _check_sampling_arguments(args: RunSettings) -> None:
-    """Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers takes them in silence."""
+    """
+    Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers and vLLM's server take them in
+    silence.
+    """
     of_run = getattr(args, "generation_kwargs", None) or {}
-    # The fields of a request to a server are not those of `SamplingParams`.
-    if not of_run or uses_server(args):
+    if not of_run:
         return
 
-    if args.has_engine:
+    if uses_server(args):
+        # Not those of `SamplingParams`: `extra_args`, for example, has another name there.
+        reader = "a request to vLLM's server"
+        known = fields_of_request()
+    elif args.has_engine:
         from vllm import SamplingParams  # late: it takes seconds
 
         reader = "vLLM's SamplingParams"

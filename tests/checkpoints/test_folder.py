@@ -52,7 +52,7 @@ def test_what_was_committed_is_whole_and_in_its_place(tmp_path):
     [
         # Cut off by one byte, gone, and three manifests that say nothing.
         (lambda folder: (folder / "model.safetensors").write_text("weight"), "6 bytes, needs 7"),
-        (lambda folder: (folder / "low_bit" / "config.json").unlink(), "low_bit/config.json is missing"),
+        (lambda folder: (folder / "scheduler.pt").unlink(), "scheduler.pt is missing"),
         (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
         (lambda folder: (folder / MANIFEST).write_text('{"files": {'), "cut off"),
         (lambda folder: (folder / MANIFEST).write_text("[]"), "cut off"),
@@ -83,6 +83,27 @@ def test_a_card_that_a_user_edited_or_peft_wrote_again_is_no_damage(tmp_path):
     manifest["files"] |= dict.fromkeys(cards, 5)
     (target / MANIFEST).write_text(json.dumps(manifest))
     assert damage(target) is None
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_model_that_was_edited_or_moved_away_to_be_served_is_no_damage(tmp_path, moves):
+    """A resume that took it for damage would go back to an earlier checkpoint, or refuse to go on."""
+    served = ["low_bit/generation_config.json", "low_bit/model.safetensors", "tokenizer_config.json"]
+    write(tmp_path, 1)
+    target = write(tmp_path, 2, cards=[*served, "config.json"])
+    # Control: the manifest lists them.
+    assert {*served} <= json.loads((target / MANIFEST).read_text())["files"].keys()
+
+    for name in served:
+        (target / name).write_text("others of mine")
+    if moves:
+        (target / "low_bit").rename(tmp_path / "served")
+
+    assert damage(target) is None
+    assert resume_path("auto", config(tmp_path)) == str(target)
+    # Control: other files count.
+    (target / "config.json").write_text("others of mine")
+    assert "config.json" in damage(target)
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):

@@ -40,7 +40,7 @@ def args(tmp_path):
 
 def cut(folder):
     """Cut off a file of a checkpoint."""
-    (folder / "low_bit" / "config.json").write_text("{")
+    (folder / "model.safetensors").write_text("w")
 
 
 @pytest.mark.parametrize("wish", [True, "auto"])
@@ -54,7 +54,7 @@ def test_the_newest_complete_one_is_found_and_others_are_named_and_left_alone(tm
     assert resume_path(wish, args) == str(second)
 
     log = " ".join(record.getMessage() for record in caplog.records)
-    assert re.search(r"checkpoint-3 \(.*config.json has 1 bytes", log)
+    assert re.search(r"checkpoint-3 \(.*model.safetensors has 1 bytes", log)
     assert re.search(r"checkpoint-4 \(.*manifest.json is missing", log)
     assert "checkpoint-1" not in log
     assert (third / "model.safetensors").exists()
@@ -112,7 +112,7 @@ def test_a_path_must_be_a_whole_checkpoint_of_this_trainer(tmp_path, args):
     refusal = "is not a complete checkpoint of this trainer"
 
     assert resume_path(str(whole), args) == str(whole)
-    with pytest.raises(ValueError, match=f"checkpoint-2' {refusal}: .*config.json has 1 bytes, needs 2"):
+    with pytest.raises(ValueError, match=f"checkpoint-2' {refusal}: .*model.safetensors has 1 bytes, needs 7"):
         resume_path(str(damaged), args)
     with pytest.raises(ValueError, match=f"nowhere' {refusal}: .*manifest.json is miss"):
         resume_path(str(tmp_path / "nowhere"), args)

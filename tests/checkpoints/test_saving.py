@@ -1,6 +1,7 @@
 """Saving and resuming without an engine: bit for bit from any step, and a save that fails costs nothing."""
 
 import functools
+import json
 import os
 import pickle
 import resource
@@ -21,7 +22,8 @@ from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.checkpoints import model as saved_model
-from qarl_trl.checkpoints.folder import damage, finished
+from qarl_trl.checkpoints.folder import MANIFEST, damage, finished
+from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.lock import LOCK
 from qarl_trl.checkpoints.signals import EXIT_CODE
 from qarl_trl.export import save_low_bit
@@ -186,6 +188,53 @@ def test_a_checkpoint_of_a_model_with_other_files_is_refused(model, checkpoint_o
 
     with pytest.raises(ValueError, match="weights was"):
         make_resumed(str(changed), tmp_path / "run", resume_from_checkpoint=str(checkpoint_of(6)))
+
+
+def with_generation_config(model, folder, **changes):
+    """A copy of a model with another `generation_config.json`."""
+    copied = shutil.copytree(model, folder)
+    file = copied / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(copied)
+
+
+@pytest.mark.usefixtures("never_loads")
+def test_a_checkpoint_of_a_model_with_other_end_tokens_is_refused(model, checkpoint_of, tmp_path):
+    changed = with_generation_config(model, tmp_path / "changed", eos_token_id=[1, 5])
+
+    with pytest.raises(ValueError, match=r"end_tokens was \[1\] .* and is \[1, 5\]"):
+        make_resumed(changed, tmp_path / "run", resume_from_checkpoint=str(checkpoint_of(6)))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # To serve the model.
+        {"temperature": 0.3, "top_k": 20, "do_sample": True},
+        # Another way to write it.
+        {"eos_token_id": [1]},
+    ],
+)
+def test_a_generation_config_with_the_same_end_tokens_is_the_same_run(model, checkpoint_of, tmp_path, changes):
+    changed = with_generation_config(model, tmp_path / "changed", **changes)
+
+    make_resumed(changed, tmp_path / "run", resume_from_checkpoint=str(checkpoint_of(6)))
+
+
+def test_end_tokens_count_where_a_run_samples_and_where_its_checkpoint_knows_them(model, checkpoint_of, tmp_path):
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    shutil.copytree(checkpoint_of(6), checkpoint)
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    # As an earlier version wrote it.
+    del manifest["end_tokens"]
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest))
+    changed = with_generation_config(model, tmp_path / "changed", eos_token_id=[1, 5])
+
+    make_resumed(changed, tmp_path / "run", resume_from_checkpoint=str(checkpoint))
+
+    args = QaRLConfig(**without_engine(tmp_path / "run"))
+    assert "end_tokens" in identity_of(model, args, None, {"reward_funcs": distinct_characters})
+    assert "end_tokens" not in identity_of(model, args, None, {})
 
 
 @pytest.mark.usefixtures("never_loads")

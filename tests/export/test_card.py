@@ -1,5 +1,6 @@
 """`qarl_trl.export.card` and the two beside it: what a card says, from what it says it, and what it never says."""
 
+import errno
 import getpass
 import json
 import re
@@ -421,3 +422,22 @@ def test_a_card_of_an_adapter_that_a_user_edited_stays_byte_for_byte(model, tmp_
 
     assert (tmp_path / "README.md").read_bytes() == b"---\nlicense: mit\n---\n\nmine\n"
     assert (tmp_path / "low_bit" / "README.md").exists()  # control
+
+
+def test_a_card_that_a_user_edited_stays_byte_for_byte_when_a_save_fails(model, tmp_path, monkeypatch):
+    """With the base's path in it, which peft writes before the weights, the next push would share that."""
+    trainer = make(model, tmp_path, adapter())
+    (tmp_path / "README.md").write_bytes(b"---\nlicense: mit\n---\n\nmine\n")
+    changed = []
+
+    def fail_on_a_full_disk(*_, **__):
+        changed.append((tmp_path / "README.md").read_bytes())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("peft.peft_model.safe_save_file", fail_on_a_full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save_model()
+
+    assert (tmp_path / "README.md").read_bytes() == b"---\nlicense: mit\n---\n\nmine\n"
+    # Control: peft had changed it.
+    assert b"base_model" in changed[0]

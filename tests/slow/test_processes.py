@@ -12,10 +12,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from slow.isolated import isolated_group
 from slow.processes import (
     FLOOR,
+    FSDP2,
     as_arrays,
     as_bytes,
     as_tensors,
@@ -25,7 +27,7 @@ from slow.processes import (
     whole_arrays,
     whole_weights,
 )
-from slow.toys import forge, logged, save_model, stored_tensors, sync
+from slow.toys import forge, logged, random_adapter, save_model, stored_tensors, sync
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -240,6 +242,41 @@ def test_ddp_resumes_bit_for_bit(tmp_path):
     forge(half)
     other, _ = run("other", str(half))
     assert not same(straight[0], other)
+
+
+def _save_adapter(model: str, folder: str, lora_base: str) -> dict[str, np.ndarray]:
+    """The trained adapter of a run whose checkpoints are shards, which accelerate chooses where nothing is set."""
+    FSDP2["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
+    changes = {"use_vllm": False, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of_two(
+        model, folder, True, peft_config=random_adapter(), lora_base=lora_base, max_steps=2, **changes
+    )
+    trainer.train(resume_from_checkpoint="auto")
+    trainer.save_model()
+
+    trained = {}
+    for name, weight in whole_weights(trainer).items():
+        if "lora_" in name:
+            trained[name.replace(".default", "")] = weight.numpy()
+    return trained
+
+
+@pytest.mark.parametrize("lora_base", ["merged", "frozen"])
+def test_an_adapter_is_saved_beside_sharded_checkpoints(tmp_path, lora_base):
+    """The Trainer would write it nowhere."""
+    model = save_model(tmp_path / "model", layers=1)
+    run = tmp_path / "run"
+
+    trained, _ = isolated_group(_save_adapter, 2, model, str(run), lora_base)
+
+    assert any((run / "checkpoint-2").glob("pytorch_model_fsdp_0/*.distcp"))  # control
+    for folder in (run, run / "checkpoint-2"):
+        assert same(load_file(folder / "adapter_model.safetensors"), trained), folder
+
+    # A run resumes from the shards.
+    shutil.rmtree(run / "checkpoint-2")
+    again, _ = isolated_group(_save_adapter, 2, model, str(run), lora_base)
+    assert same(again, trained)
 
 
 # Quantized values instead of weights ---------------------------------------------------------------------------------

@@ -50,12 +50,22 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     check_arguments("org/model", config(tmp_path), {})  # control
 
 
+WITH_SERVER = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "sync_folder": "syncs",
+    "vllm_importance_sampling_correction": False,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "reader", "good"),
     [
         ({"use_vllm": False}, "GenerationConfig", "stop_strings"),
         # The reader is vLLM's with an engine, and transformers' without one. The two name stop strings differently.
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "SamplingParams", "stop"),
+        (WITH_SERVER, "server", "stop"),
+        (WITH_SERVER, "server", "bad_words"),
     ],
 )
 def test_sampling_arguments_that_nothing_reads_are_refused(tmp_path, changes, reader, good):
