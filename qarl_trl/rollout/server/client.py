@@ -26,7 +26,7 @@ from urllib3.connection import HTTPConnection
 
 from ..sync_check.engine_logps import REQUEST
 from ..vllm.adapters import ADAPTER_NAME, is_factor, save_adapter
-from .files import save_parts
+from .files import remove_leftovers, save_parts
 from .key import find_key
 
 
@@ -212,6 +212,11 @@ class ServerClient(VLLMClient):
         # Until the sync is complete the server holds nothing that may be sampled from.
         self.version = None
 
+        if self._count == 1:
+            # Before a folder as large as theirs is written. No request, so no sync, is still running after the time
+            # limit.
+            for leftover in remove_leftovers(self.sync_folder, TIMEOUT):
+                logger.warning("Removed %s: its trainer was killed during the sync.", leftover)
         folder = self.sync_folder / version
         folder.mkdir(parents=True)
         try:

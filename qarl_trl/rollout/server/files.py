@@ -6,6 +6,9 @@ of the stream.
 
 from __future__ import annotations
 
+import re
+import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,9 @@ from torch import Tensor
 
 # The trainer holds the tensors of one file in memory.
 PART_BYTES = 2 << 30
+# How `ServerClient` names the folder of a sync, and what is written into it.
+_FOLDER = re.compile(r"[0-9a-f]{8}-\d+")
+_FILE = re.compile(r"\d+\.safetensors|adapter_model\.safetensors|adapter_config\.json")
 
 
 def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = PART_BYTES) -> int:
@@ -53,6 +59,35 @@ def save_parts(stream: Iterable[tuple[str, Tensor]], folder: Path, limit: int = 
         _save_part(part, _part_path(folder, files))
         files += 1
     return files
+
+
+def remove_leftovers(root: Path, age: float) -> list[Path]:
+    """
+    Remove what is left of syncs whose trainer was killed during them: each folder may have the size of the model.
+
+    Args:
+        root: The sync folder.
+        age: Seconds for which nothing was written. A younger folder may be of another run's sync.
+
+    Returns:
+        The folders that were removed.
+    """
+    removed = []
+    for folder in root.glob("*"):
+        if not (_FOLDER.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink()):
+            continue
+        try:
+            files = list(folder.iterdir())
+            last_written = max(path.stat().st_mtime for path in [folder, *files])
+        except FileNotFoundError:
+            # Another run removes its own just now.
+            continue
+
+        is_of_a_sync = all(_FILE.fullmatch(file.name) for file in files)
+        if is_of_a_sync and time.time() - last_written > age:
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed
 
 
 def folder_of(root: str, folder: str) -> Path:

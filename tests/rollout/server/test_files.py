@@ -1,10 +1,13 @@
 """`qarl_trl.rollout.server.files`: what a trainer writes is what a server's workers read."""
 
+import os
+import time
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qarl_trl.rollout.server.files import read_parts, save_parts
+from qarl_trl.rollout.server.files import read_parts, remove_leftovers, save_parts
 
 
 TENSORS = {f"{name}.{number}": torch.arange(8) + number for number in range(3) for name in "ba"}
@@ -65,3 +68,22 @@ def test_a_file_that_is_missing_or_truncated_is_an_error_before_anything_is_read
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"cannot read all 1 files of .*run-1"):
         read_parts(root, "run-1", 1)
+
+
+def test_what_a_killed_trainer_left_is_removed_and_nothing_else(tmp_path):
+    """A folder of the model's size, which nobody else would remove."""
+    # Young, as that of another run; a user's by its name, by its files.
+    names = ("0123abcd-7", "0123abcd-8", "my-run-1", "89abcdef-1")
+    for name in names:
+        (tmp_path / name).mkdir()
+        save_parts(TENSORS.items(), tmp_path / name)
+    (tmp_path / "89abcdef-1" / "notes.txt").touch()
+    an_hour_ago = time.time() - 3600
+    for path in tmp_path.rglob("*"):
+        if "0123abcd-8" not in str(path):
+            os.utime(path, (an_hour_ago, an_hour_ago))
+
+    assert remove_leftovers(tmp_path, 60) == [tmp_path / "0123abcd-7"]
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+    assert remove_leftovers(tmp_path / "not yet", 60) == []
