@@ -33,6 +33,18 @@ def fsdp_settings(args: Any) -> dict[str, Any] | None:
     return {"fsdp_version": version, "cpu_offload": offload}
 
 
+def sharding_of(args: Any) -> str:
+    """
+    What shards the parameters of a run, by name: neither reads the checkpoints of the other.
+
+    Args:
+        args: The settings of the run.
+    """
+    if fsdp_settings(args) is not None:
+        return "FSDP"
+    return "none" if args.deepspeed_plugin is None else "DeepSpeed"
+
+
 def writes_whole_models(accelerator: Any) -> bool:
     """
     Whether the Trainer's `save_model` writes a model under FSDP (transformers 5.17): only with `FULL_STATE_DICT`.

@@ -13,6 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
+from .._compat.sharding import sharding_of
 from ..export.files import digest
 from ..quant.names import adapter_configs, base_model
 from ..quant.scheme import describe_scheme
@@ -76,6 +77,7 @@ def identity_of(
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),
         "world_size": args.world_size,
+        "sharding": sharding_of(args),
         SETTINGS: settings,
     }
     pickles = _pickles(_folder(name, args.model_init_kwargs))

@@ -118,7 +118,9 @@ def test_under_deepspeed_the_settings_of_the_optimizer_must_stay(tmp_path):
     # Control: without DeepSpeed it is applied.
     assert resume_path(str(folder), now, identity(now))
 
-    now.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+    now.deepspeed_plugin = args.deepspeed_plugin
+    folder = write(tmp_path, 2, **identity(args))
     with pytest.raises(ValueError, match="learning_rate was .*Under DeepSpeed"):
         resume_path(str(folder), now, identity(now))
 

@@ -138,6 +138,17 @@ def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
         resume_path("true", args)
 
 
+def test_a_checkpoint_of_processes_that_shard_otherwise_is_refused_before_the_model_loads(tmp_path, args, monkeypatch):
+    """`accelerate launch` with another file."""
+    of_ddp = identity_of("a", args, None, {})
+    folder = write(tmp_path, 1, **of_ddp)
+    assert resume_path("true", args, of_ddp) == str(folder)  # control
+
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"sharding was 'none' .*, and is 'FSDP'"):
+        resume_path("true", args, identity_of("a", args, None, {}))
+
+
 def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
     def identity(**changes):
         settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]} | changes
