@@ -212,6 +212,20 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
         assert sentence in (ROOT / page).read_text()
 
 
+def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
+    scores = {}
+    for regime in ("long", "long_distilled"):
+        shares = json.loads((arms.FOLDER / f"{regime}_before.json").read_text())["scores"]
+        scores[regime] = {way: f"{100 * share:.1f} %" for way, share in shares.items()}
+    start = scores["long"]
+    distilled = scores["long_distilled"]
+
+    text = (ROOT / "docs" / "recover.md").read_text()
+    assert f"from {start['rounded']} rounded to {distilled['rounded']} (" in text
+    assert f"(bfloat16 {start['as it is']}, GPTQ {start['gptq']})".replace(" %", "") in text
+    assert f"as they are, these score {distilled['as it is']}, and {distilled['gptq']} by GPTQ" in text
+
+
 def test_a_cell_of_the_long_toy_is_scored_in_every_deployment():
     table = arms_table.long_table("long")
     header, _, *rows = table.split("\n\n")[0].splitlines()
