@@ -363,7 +363,7 @@ def main() -> None:
         "--seeds",
         nargs="+",
         type=int,
-        help="default: 0 to 4 of the main arms in 'hard', 0 to 7 in the long ones, else 0 to 2",
+        help="default: 0 to 4 of the main arms in 'hard', 0 to 7 in long and long_stale, else 0 to 2",
     )
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one thread each (default: 1)")
     parser.add_argument(

@@ -16,12 +16,12 @@ from typing import Any
 
 import common
 import torch
-from arms import FOLDER, REGIMES, distilled_file_of, sha_of, start_of
+from arms import FOLDER, REGIMES, distilled_file_of, sha_of
 from arms_distill import distill
-from arms_scores import WAYS, accuracy, quantize, scores
-from arms_task import HELD_OUT, add_outliers, numbers_of, problems
-from safetensors.torch import load_model, save_file
-from sums import make_model, make_tokenizer
+from arms_scores import WAYS, accuracy, make_start, quantize, scores
+from arms_task import HELD_OUT, numbers_of, problems
+from safetensors.torch import save_file
+from sums import make_tokenizer
 from torch import nn
 from transformers import Qwen3ForCausalLM
 
@@ -38,10 +38,7 @@ CHOSEN_ON = 10_000  # seed of training problems that nothing else draws
 
 def undistilled_start(regime: dict[str, Any], folder: Path) -> nn.Module:
     """What a regime would begin with if it did not distill, from a new folder, as llm-compressor needs it."""
-    model = make_model(regime["start"], **regime["model"])
-    load_model(model, FOLDER / f"{start_of(regime)}.safetensors")
-    add_outliers(model, **regime["outliers"])
-    model.save_pretrained(folder)
+    make_start(regime).save_pretrained(folder)
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 

@@ -25,7 +25,8 @@ from arms_task import HELD_OUT, add_outliers, numbers_of, problems
 from datasets import Dataset
 from llmcompressor import oneshot
 from ptq import make_recipe
-from sums import correct, make_tokenizer
+from safetensors.torch import load_model
+from sums import correct, make_model, make_tokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
@@ -54,11 +55,11 @@ def scores(folder: Path, regime: dict[str, Any], ways: list[str]) -> dict[str, f
 
     shares = {"as it is": accuracy(model, tokenizer, held_out, length)}
     for way in ways:
-        source = model
-        method = WAYS.get(way, "rtn")
         if way == "distilled":
-            source, _ = distill(model, regime, **regime["distilled"])
-        quantized = quantize(source, tokenizer, method, regime)
+            distilled, _ = distill(model, regime, **regime["distilled"])
+            quantized = quantize(distilled, tokenizer, WAYS["rounded"], regime)
+        else:
+            quantized = quantize(model, tokenizer, WAYS[way], regime)
         shares[way] = accuracy(quantized, tokenizer, held_out, length)
     return shares
 
@@ -104,15 +105,18 @@ def accuracy(
     return sum(rewards) / len(rewards)
 
 
-def score_start(name: str) -> None:
-    """Score what a regime begins with, as its trained models are, into a file beside its cells."""
-    from safetensors.torch import load_model
-    from sums import make_model
-
-    regime = REGIMES[name]
+def make_start(regime: dict[str, Any]) -> nn.Module:
+    """What arms in bfloat16 begin with in a regime, from the weights beside its cells."""
     model = make_model(regime["start"], **regime["model"])
     load_model(model, FOLDER / f"{start_of(regime)}.safetensors")
     add_outliers(model, **regime["outliers"])
+    return model
+
+
+def score_start(name: str) -> None:
+    """Score what a regime begins with, as its trained models are, into a file beside its cells."""
+    regime = REGIMES[name]
+    model = make_start(regime)
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -142,12 +142,18 @@ def _pickles(folder: Path | None) -> list[Path]:
 
 def _end_tokens(folder: Path | None) -> list[int] | None:
     """
-    The tokens that end an answer by a local model's `generation_config.json`; `None` without that file.
+    The tokens that end an answer of a local model; `None` for one of the Hub.
 
-    Its other fields do not count: TRL samples by its own settings, and a user may change them to serve the model.
+    The other fields of `generation_config.json` do not count: TRL samples by its own settings, and a user may change
+    them to serve the model.
     """
-    file = folder and folder / "generation_config.json"
-    if file is None or not file.is_file():
+    if folder is None:
+        return None
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        # From which transformers makes one.
+        file = folder / "config.json"
+    if not file.is_file():
         return None
     tokens = json.loads(file.read_text()).get("eos_token_id")
     if isinstance(tokens, int):

@@ -15,7 +15,6 @@ from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs
-from ..rollout.server.worker_calls import fields_of_request
 from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter
 from .layers import check_plan
@@ -156,9 +155,11 @@ def _check_sampling_arguments(args: RunSettings) -> None:
         return
 
     if uses_server(args):
-        # Not those of `SamplingParams`: `extra_args`, for example, has another name there.
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # late: it takes seconds
+
+        # Its fields are not those of `SamplingParams`: `extra_args`, for example, has another name.
         reader = "a request to vLLM's server"
-        known = fields_of_request()
+        known = set(CompletionRequest.model_fields)
     elif args.has_engine:
         from vllm import SamplingParams  # late: it takes seconds
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from statistics import fmean
 
 import arms
@@ -30,6 +31,17 @@ def test_a_distillation_brings_the_rounded_toy_nearer_to_its_unquantized_form():
         assert torch.equal(weight, before[name])
     assert not torch.equal(distilled.lm_head.weight, model.lm_head.weight)
     assert find_store(distilled) is None
+
+
+def test_all_cells_began_with_the_distilled_start_that_is_beside_them():
+    weights = arms.sha_of(arms.distilled_file_of(arms.REGIMES["long_distilled"]))
+    scores = json.loads((arms.FOLDER / "long_distilled_before.json").read_text())
+    assert scores["start_sha256"] == weights
+
+    for file in (arms.FOLDER / "long_distilled").glob("*.json"):
+        cell = json.loads(file.read_text())
+        is_distilled = not cell["arm"].startswith("bf16")
+        assert cell["distilled_sha256"] == (weights if is_distilled else None), file.name
 
 
 def test_arms_in_low_bits_alone_begin_with_the_distilled_start():

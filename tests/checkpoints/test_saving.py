@@ -221,6 +221,18 @@ def test_a_generation_config_with_the_same_end_tokens_is_the_same_run(model, che
     make_resumed(changed, tmp_path / "run", resume_from_checkpoint=str(checkpoint_of(6)))
 
 
+def test_without_its_generation_config_a_model_has_the_end_tokens_of_its_config(model, checkpoint_of, tmp_path):
+    copied = shutil.copytree(model, tmp_path / "copied")
+    (copied / "generation_config.json").unlink()
+
+    make_resumed(str(copied), tmp_path / "run", resume_from_checkpoint=str(checkpoint_of(6)))
+
+    # Control: if the file had others, they are gone with it.
+    args = QaRLConfig(**without_engine(tmp_path / "run"))
+    facts = identity_of(str(copied), args, None, {"reward_funcs": distinct_characters})
+    assert facts["end_tokens"] == [1]
+
+
 def test_end_tokens_count_where_a_run_samples_and_where_its_checkpoint_knows_them(model, checkpoint_of, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoint-6"
     shutil.copytree(checkpoint_of(6), checkpoint)

@@ -79,14 +79,15 @@ def remove_leftovers(root: Path, age: float) -> list[Path]:
         try:
             files = list(folder.iterdir())
             last_written = max(path.stat().st_mtime for path in [folder, *files])
-        except FileNotFoundError:
-            # Another run removes its own just now.
+        except OSError:
+            # Another run removes its own just now, or another user has it.
             continue
 
         is_of_a_sync = all(_FILE.fullmatch(file.name) for file in files)
         if is_of_a_sync and time.time() - last_written > age:
             shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
+            if not folder.exists():
+                removed.append(folder)
     return removed
 
 

@@ -1,4 +1,4 @@
-"""How a request to vLLM's web server reaches the workers of its engine, and which fields one for answers may have.
+"""How a request to vLLM's web server reaches the workers of its engine.
 
 vLLM's own route for that, `/collective_rpc`, calls any method of a worker, and waits forever for an engine whose
 process died. So the guard calls the engine behind the web server itself (`app.state.engine_client`, set in
@@ -55,10 +55,3 @@ def offer_adapter(app: Any) -> None:
     """
     # The workers have loaded it, so nobody reads this path.
     app.state.openai_serving_models.lora_requests[ADAPTER_NAME] = request_of(Path(ADAPTER_NAME))
-
-
-def fields_of_request() -> set[str]:
-    """The fields that vLLM's server reads of a request for answers. It leaves out others without an error."""
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # late: it takes seconds
-
-    return set(CompletionRequest.model_fields)
