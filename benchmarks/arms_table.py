@@ -23,9 +23,10 @@ Deployed = tuple[str, str, str]
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "benchmarks" / "results" / "arms" / "README.md", ROOT / "docs" / "results.md")
 SHOWN_REGIMES = ("hard", "again", "hot", "easy")
-LONG_REGIMES = ("long",)
+# Those of the portable regimes that have cells.
+DEPLOYED_REGIMES = ("long", "long_stale")
 USERS_REGIMES = ("hard", "hot")
-# Of the long regimes: from, to, and how each is scored. All by transformers in float32, from the trained weights.
+# Of the portable regimes: from, to, and how each is scored. All by transformers in float32, from the trained weights.
 COMPARED = (
     ("QaRL less rollout-only, GRPO", ("rollout-only GRPO", "rounded"), ("QaRL GRPO", "rounded")),
     ("the same, without TIS", ("rollout-only GRPO without TIS", "rounded"), ("QaRL GRPO", "rounded")),
@@ -288,8 +289,8 @@ def _note(regime: str, missing: list[str]) -> str:
     return text
 
 
-def long_table(regime: str) -> str:
-    """The arms of a long regime, one a line, and what each deployment of their weights scores."""
+def portable_table(regime: str) -> str:
+    """The arms of a portable regime, one a line, and what each deployment of their weights scores."""
     header = ["arm", "seeds", "engine, by seed, %", "as it is", "rounded", "GPTQ", "AWQ", *FIGURES]
     rows = []
     missing = []
@@ -303,8 +304,8 @@ def long_table(regime: str) -> str:
     return f"{markdown(header, rows)}\n\n{_note(regime, missing)}"
 
 
-def long_differences(regime: str) -> str:
-    """Differences of two arms of a long regime, paired by seed."""
+def portable_differences(regime: str) -> str:
+    """Differences of two arms of a portable regime, paired by seed."""
     return differences([(text, (regime, *first), (regime, *second)) for text, first, second in COMPARED])
 
 
@@ -388,9 +389,9 @@ def tables() -> dict[str, str]:
     by_name = {}
     for regime in SHOWN_REGIMES:
         by_name[regime] = regime_table(regime)
-    for regime in LONG_REGIMES:
-        by_name[regime] = long_table(regime)
-        by_name[f"{regime}, pairs"] = long_differences(regime)
+    for regime in DEPLOYED_REGIMES:
+        by_name[regime] = portable_table(regime)
+        by_name[f"{regime}, pairs"] = portable_differences(regime)
     by_name["distilled"] = distilled_table()
     by_name["distilled, pairs"] = differences(COMPARED_DISTILLED)
     by_name["alignment"] = level_table()

@@ -197,7 +197,7 @@ def test_few_pairs_are_printed_and_more_have_a_mean_with_its_error():
 
 def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     points = {}
-    for line in arms_table.long_differences("long").splitlines():
+    for line in arms_table.portable_differences("long").splitlines():
         _, what, _, difference, *_ = [cell.strip() for cell in line.split("|")]
         points[what] = difference.removeprefix("+")
     rounded = points["QaRL less rollout-only, GRPO"]
@@ -227,7 +227,7 @@ def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
 
 
 def test_a_cell_of_the_long_toy_is_scored_in_every_deployment():
-    table = arms_table.long_table("long")
+    table = arms_table.portable_table("long")
     header, _, *rows = table.split("\n\n")[0].splitlines()
 
     assert "| as it is | rounded | GPTQ | AWQ |" in header
