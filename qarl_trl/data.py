@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .rewards import last_boxed, text_of
+from .rewards import last_boxes, text_of
 
 
 if TYPE_CHECKING:
@@ -227,6 +227,8 @@ def final_answer(reference: Any) -> str:
     r"""
     Read the final answer in a reference: the text after GSM8K's `####` or in the last `\boxed{}`, else the whole text.
 
+    Boxes beside each other ("`\boxed{1}` or `\boxed{2}`") are the parts of one answer.
+
     Args:
         reference: A text, a number, a date, a list of these (the parts of one answer), or chat messages (the last
             counts).
@@ -250,7 +252,9 @@ def final_answer(reference: Any) -> str:
     # GSM8K's is the last line. A heading of Markdown begins like it, and has lines below it.
     if after_mark and "\n" not in after_mark:
         return _THOUSANDS.sub("", after_mark)
-    return (last_boxed(text) or text).strip()
+    # Boxes beside each other are one answer, as in a completion.
+    parts = [part for part in last_boxes(text) if part]
+    return (", ".join(parts) or text).strip()
 
 
 def _as_written(value: Any) -> Any:

@@ -229,13 +229,14 @@ def check_rollout(output: Mapping[str, Any], rows: int, weighs_mismatch: bool) -
     Refuse results of a `rollout_func` that TRL would train on silently.
 
     Args:
-        output: Lists with a list for each prompt: `prompt_ids`, `completion_ids`, and `logprobs`, which may be `None`.
+        output: Lists with a list for each prompt: `prompt_ids`, `completion_ids`, and `logprobs`, which may be `None`;
+            and TRL's `env_mask`, if there is one.
         rows: Number of prompts.
         weighs_mismatch: Whether the loss needs the log-probs.
 
     Raises:
-        ValueError: if a list is missing, numbers of rows or of log-probs are wrong, an answer is empty, or the loss
-            needs log-probs that are `None`.
+        ValueError: if a list is missing, numbers of rows, of log-probs or of a mask are wrong, an answer is empty, or
+            the loss needs log-probs that are `None`.
     """
     # TRL says so, too, but only in the process where it is so, for which the others would wait.
     lacking = [name for name in ("prompt_ids", "completion_ids", "logprobs") if name not in output]
@@ -263,6 +264,15 @@ def check_rollout(output: Mapping[str, Any], rows: int, weighs_mismatch: bool) -
             f"rollout_func must return, for each of {rows} prompts, prompt_ids, at least one token of completion_ids "
             "(EOS for an empty answer) and as many logprobs (or None for all). "
             f"Got {prompts} prompts, {tokens} tokens and {logps} log-probs."
+        )
+
+    # TRL fills up a mask that is too short with ones, and would train on the tokens of a tool.
+    mask = output.get("env_mask")
+    masked = _lengths(mask)
+    if mask is not None and masked != tokens:
+        raise ValueError(
+            f"rollout_func must return an env_mask with a number for each token of completion_ids, got {masked} "
+            f"numbers for {tokens} tokens: 1 for a token of the model, its EOS too, and 0 for one of a tool."
         )
 
 

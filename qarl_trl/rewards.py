@@ -47,6 +47,16 @@ _OPENING = re.compile(r"[(\[]|\\\{|\\langle")
 _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 # \boxed{18.}, where the sentence ends in the box.
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
+# Between two boxes that math-verify reads as parts of one answer: "$x=\boxed{1}$ or $x=\boxed{2}$".
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;]|\\[()\[\],;!]|\\q?quad|\\text\{|\}|\b(?:and|or)\b|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
+)
+_JOINS = re.compile(r",|\b(?:and|or)\b")
+# math-verify joins no boxes that are farther apart.
+_NEAR_CHARS = 70
+# What sets words in a formula, and spaces of LaTeX.
+_SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # math-verify compares floats to six places, in which numbers below this have no three digits left.
 _TINY = 1e-3
 _FEWEST_DIGITS = 3
@@ -173,11 +183,43 @@ def last_boxed(text: str) -> str | None:
     Returns:
         `None` if there is no box, or it is not closed.
     """
-    start = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
-    if start < 0:
+    place = _last_box(text)
+    return None if place is None else text[place[1] : place[2]].strip()
+
+
+def last_boxes(text: str) -> list[str]:
+    r"""
+    The contents of the last boxes that are the parts of one answer, `\boxed{1}` or `\boxed{2}`: as a completion's.
+
+    Args:
+        text: A completion or a solution.
+
+    Returns:
+        In their order; none if there is no box, or the last one is not closed.
+    """
+    parts: list[str] = []
+    place = _last_box(text)
+    while place is not None:
+        begin, start, end = place
+        parts.insert(0, text[start:end].strip())
+
+        # Of the boxes before it the one that ends nearest, if only such words stand between as join two parts.
+        place = _last_box(text[:begin])
+        if place is None:
+            break
+        between = text[place[2] + 1 : begin]
+        if not (_BETWEEN_BOXES.fullmatch(between) and _JOINS.search(between)):
+            break
+    return parts
+
+
+def _last_box(text: str) -> tuple[int, int, int] | None:
+    """Where the last box begins, and where its content starts and ends; `None` if it is not closed."""
+    begin = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
+    if begin < 0:
         return None
 
-    start = text.index("{", start) + 1
+    start = text.index("{", begin) + 1
     depth = 1
     for position in range(start, len(text)):
         # \{ and \} are printed braces: {1, 2} as a set.
@@ -188,7 +230,7 @@ def last_boxed(text: str) -> str | None:
         elif text[position] == "}":
             depth -= 1
         if depth == 0:
-            return text[start:position].strip()
+            return begin, start, position
     return None
 
 
@@ -268,6 +310,10 @@ def _grade(completion: str, reference: str) -> float | None:
     gold = _parse_reference(reference)
     if not gold:
         return None
+    # math-verify tells words in a formula from the same words out of it: \text{not enough} from "not enough".
+    words = _boxed_words(completion)
+    if words and words == (_boxed_words(reference) if _last_box(reference) else _plain(reference)):
+        return 1.0
 
     announced = [
         LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
@@ -275,7 +321,12 @@ def _grade(completion: str, reference: str) -> float | None:
     ]
     # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
     plain = _EMPHASIS.sub(r"\2", completion)
-    for text in _readings(plain):
+    texts = _readings(plain)
+    # It reads "$\boxed{2}, \boxed{3}$, and $\boxed{4}$" as one part, and the reference has all.
+    boxes = last_boxes(plain)
+    if len(boxes) > 1:
+        texts += _readings(rf"\boxed{{{', '.join(boxes)}}}")
+    for text in texts:
         answers = parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
         for expected, answer in product(gold, answers):
             is_equal = verify(expected, answer, timeout_seconds=_ALARM_S)
@@ -292,6 +343,25 @@ def _readings(text: str) -> list[str]:
     read = _STOP_IN_BRACES.sub("", read)
     read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
     return [text] if read == text else [text, read]
+
+
+def _boxed_words(text: str) -> str | None:
+    """The last box as plain words, to be compared letter by letter; `None` if another stands near it."""
+    place = _last_box(text)
+    if place is None:
+        return None
+    begin, start, end = place
+    # The two would be parts of one answer, or two guesses.
+    before = _last_box(text[:begin])
+    if before is not None and begin - before[2] <= _NEAR_CHARS:
+        return None
+    return _plain(text[start:end])
+
+
+def _plain(answer: str) -> str:
+    """An answer as plain words: without LaTeX's commands for text, and with single spaces."""
+    words = _SET_AS_TEXT.sub(r"\1", answer.replace("$", " "))
+    return _SPACES.sub(" ", words).strip().casefold()
 
 
 def _without_separators(number: re.Match) -> str:

@@ -161,6 +161,26 @@ def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
         assert make(spoil=with_too_few, max_steps=1).train().global_step == 1
 
 
+def test_a_mask_of_tools_must_be_of_all_tokens(make):
+    """TRL fills it up with ones, so the last tokens of a tool would be trained on."""
+
+    def with_short_mask(output):
+        return output | {"env_mask": [[1] * len(tokens[1:]) for tokens in output["completion_ids"]]}
+
+    def with_mask(output):
+        return output | {"env_mask": [torch.ones(len(tokens)).long() for tokens in output["completion_ids"]]}
+
+    trainer = make(spoil=with_short_mask)
+    before = master_weights(trainer)
+    with pytest.raises(ValueError, match="an env_mask with a number for each token of completion_ids, got"):
+        trainer.train()
+    assert not changed(before, master_weights(trainer))
+
+    # Controls: a whole one, and none.
+    assert make(spoil=with_mask, max_steps=1).train().global_step == 1
+    assert make(spoil=lambda output: output | {"env_mask": None}, max_steps=1).train().global_step == 1
+
+
 def test_a_rollout_without_log_probs_is_refused_where_the_loss_needs_them(make):
     """TRL fails in a subtraction, after the batch was scored."""
 

@@ -10,7 +10,8 @@ import time
 import pytest
 
 from qarl_trl import rewards
-from qarl_trl.rewards import last_boxed, math_reward
+from qarl_trl.data import final_answer
+from qarl_trl.rewards import last_boxed, last_boxes, math_reward
 
 
 def die_or_grade(completion, reference):
@@ -60,6 +61,21 @@ def log(monkeypatch, caplog):
         (r"\boxed{2, 1}", [1, 2.0], 1.0),
         (r"\boxed{2}", ["2"], 1.0),
         (r"\boxed{2}", [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}], 1.0),
+        # Words in a formula, which a reference has as text or in a formula of its own.
+        (r"\boxed{\text{not enough information}}", "Not enough information", 1.0),
+        (r"$\boxed{\text{Alice and Bob}}$", "Alice and Bob", 1.0),
+        (r"$\boxed{\text{Alice and Bob}}$", "Alice", 0.0),
+        (r"\boxed{II}", r"\text{II}", 1.0),
+        (r"\boxed{\text{II}}", "III", 0.0),
+        (r"\boxed{10:30 \text{ AM}}", "10:30 AM", 1.0),
+        (r"\boxed{\text{10:30 AM}}", r"$10:30\text{ AM}$", 1.0),
+        (r"\boxed{11:30 \text{ AM}}", "10:30 AM", 0.0),
+        (r"\boxed{\text{2 hours 30 minutes}}", r"The time is \boxed{2 \text{ hours } 30 \text{ minutes}}", 1.0),
+        # Letter by letter, and no second guess.
+        (r"\boxed{\text{ABC and D}}", "ACB and D", 0.0),
+        (r"\boxed{\text{no one}} \boxed{\text{not one}}", "not one", 0.0),
+        (r"\boxed{\text{no one}}" + " but" * 50 + r" \boxed{\text{not one}}", "not one", 1.0),
+        (r"\boxed{\text{not one}}", r"\boxed{\text{no one}} or \boxed{\text{not one}}", 0.0),
         ("The answer is 42.", "42", 1.0),
         # Emphasis of Markdown, and signs that look like it.
         ("The answer is **42**.", "42", 1.0),
@@ -140,6 +156,29 @@ def test_answer_is_judged(completion, answer, reward):
     # As text and as a message: TRL gives one or the other, by the prompts.
     assert math_reward([completion], [answer]) == [reward]
     assert math_reward([message], [answer]) == [reward]
+
+
+@pytest.mark.parametrize(
+    ("solution", "half"),
+    [
+        (r"Hence $x=\boxed{1}$ or $x=\boxed{2}$.", r"\boxed{2}"),
+        (r"The points are \boxed{(1,2)} and \boxed{(3,4)}.", r"\boxed{(3,4)}"),
+        (r"\[\boxed{1}\text{ or }\boxed{\frac{5}{2}}\]", r"\boxed{\frac{5}{2}}"),
+        (r"The roots are $\boxed{2}, \boxed{3}$, and $\boxed{4}$", r"\boxed{3, 4}"),
+    ],
+)
+def test_a_solution_with_several_boxes_is_right_by_its_own_reference_and_half_of_it_is_not(solution, half):
+    reference = final_answer(solution)
+
+    assert math_reward([solution, half], [reference] * 2) == [1.0, 0.0]
+
+
+def test_one_answer_in_two_forms_is_right_in_each():
+    # As in MATH: a mixed number, and the same as a fraction.
+    reference = final_answer(r"so $d = \boxed{15\frac{39}{40}},$ or $\boxed{\frac{639}{40}}$ inches.")
+
+    completions = [r"\boxed{15\frac{39}{40}}", r"\boxed{\frac{639}{40}}", r"\boxed{\frac{640}{40}}"]
+    assert math_reward(completions, [reference] * 3) == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +286,26 @@ def test_missing_math_verify_names_the_extra(monkeypatch):
 
     with pytest.raises(ImportError, match=r"pip install qarl_trl\[math\]"):
         math_reward(["1"], ["1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "contents"),
+    [
+        (r"$x_1=\boxed{1}, x_2 = \boxed{2}$", ["1", "2"]),
+        (r"\boxed{1}, \boxed{2}, and \boxed{\boxed{3}}", ["3"]),
+        (r"\(\boxed{1}\) and \(\boxed{2}\)", ["1", "2"]),
+        # Another solution, another sentence, a guess that is taken back, a part of the way.
+        (r"$ = \boxed{\frac{2}{3}}.$$OR" + "\n\n" + r"Note $\boxed{\frac23}$", [r"\frac23"]),
+        (r"It is $\boxed{2}$. And then $\boxed{3}$", ["3"]),
+        (r"$\boxed{5}$, not $\boxed{6}$", ["6"]),
+        ("\\boxed{2}\n\n\\boxed{3}", ["3"]),
+        (r"the width is $\boxed{3}$ and so the height is $\boxed{4}$.", ["4"]),
+        (r"\boxed{1} or \boxed{2", []),
+        ("no box", []),
+    ],
+)
+def test_last_boxes_are_those_of_one_answer(text, contents):
+    assert last_boxes(text) == contents
 
 
 @pytest.mark.parametrize(

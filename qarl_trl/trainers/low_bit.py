@@ -42,6 +42,7 @@ from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head, check_run
 from .engine import build_engine
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
+from .sampling import check_ends
 from .settings import LowBitConfig, check_order
 
 
@@ -121,6 +122,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
+            check_ends(self)
             # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
 

@@ -38,3 +38,31 @@ def check_seed(args: Any) -> None:
             f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would "
             "be equal, and nothing would be trained. `seed` decides the draws of a run."
         )
+
+
+def check_ends(trainer: Any) -> None:
+    """
+    Refuse end tokens of transformers' generation that the trainer does not know.
+
+    Generation pads an answer that ended there, and TRL cuts answers at the end tokens of tokenizer and model alone. It
+    would train on the padding.
+
+    Args:
+        trainer: A trainer of TRL. Those that sample with vLLM or not at all have no `generation_config`.
+
+    Raises:
+        ValueError: with the tokens, if `generation_kwargs` has such.
+    """
+    generation_config = getattr(trainer, "generation_config", None)
+    known = getattr(trainer, "eos_token_ids", None)
+    if generation_config is None or known is None:
+        return
+
+    ends = generation_config.eos_token_id
+    ends = ends if isinstance(ends, list | tuple) else [ends]
+    unknown = sorted(set(ends) - {*known, None})
+    if unknown:
+        raise ValueError(
+            f"generation_kwargs has the eos_token_id {unknown}, and the tokenizer and the model have {known}: TRL "
+            "would train on the padding after it. Add it to eos_token_id in the model's generation_config.json."
+        )

@@ -17,7 +17,7 @@ from ..learner.probe import layers_that_run_on
 from ..quant.convert import MERGED_BY_ENGINES, apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer, quantized_modules
-from ..quant.names import checkpoint_modules
+from ..quant.names import base_model, checkpoint_modules
 from ..quant.scheme import DEFAULT_IGNORE
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
@@ -195,24 +195,59 @@ def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunS
         )
 
 
-def check_dropout(config: PretrainedConfig) -> None:
+def check_dropout(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> None:
     """
-    Refuse a dropout of attention weights: the learner would drop what the engine keeps, another part in each forward.
+    Refuse dropout in the learner's layers: it would drop what the engine keeps, another part in each forward.
 
-    TRL's `disable_dropout` does not reach it, because it is a number and no module.
+    TRL's `disable_dropout` reaches modules. Attention mostly takes a number instead, and so do all layers of some
+    models (OPT, StarCoder2, Seed-OSS).
 
     Args:
+        model: The model or its name.
         config: The model's config.
+        args: Settings of the run.
 
     Raises:
-        ValueError: if it is not 0.
+        ValueError: if a dropout is not 0.
     """
-    dropout = getattr(config.get_text_config(), "attention_dropout", None)
-    if dropout:
-        raise ValueError(
-            f"attention_dropout must be 0, got {dropout} in the model's config: the engine drops nothing. Set it to 0 "
-            "there, or model_init_kwargs: {attention_dropout: 0.0}."
-        )
+    of_text = config.get_text_config()
+    of_config = {name: value for name, value in of_text.to_dict().items() if _drops(name, value)}
+    if "attention_dropout" in of_config:
+        raise ValueError(_refused_number("attention_dropout", of_config["attention_dropout"]))
+    # Without such a field no layer drops, and most models have none.
+    if not of_config:
+        return
+
+    # What the layers have, because published configs also have fields that no layer reads.
+    layers = skeleton(config, args) if isinstance(model, str) else base_model(model)
+    for layer in layers.modules():
+        for name, value in vars(layer).items():
+            if name in of_config and _drops(name, value):
+                raise ValueError(_refused_number(name, value))
+
+    # Not every trainer has the setting.
+    can_disable = hasattr(args, "disable_dropout")
+    if can_disable and args.disable_dropout:
+        return
+    for path, layer in layers.named_modules():
+        if isinstance(layer, nn.Dropout) and layer.p > 0:
+            advice = (
+                "disable_dropout: true" if can_disable else f"the one of {', '.join(of_config)} that it reads to 0"
+            )
+            raise ValueError(f"{path} of the model drops {layer.p:g}, and the engine drops nothing. Set {advice}.")
+
+
+def _drops(name: str, value: Any) -> bool:
+    """Whether a field of a config or an attribute of a layer is a share that is dropped in training."""
+    return "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _refused_number(name: str, value: float) -> str:
+    """What to say of a dropout that is a number of a model's config."""
+    return (
+        f"{name} must be 0, got {value} in the model's config: the engine drops nothing. Set it to 0 "
+        f"there, or model_init_kwargs: {{{name}: 0.0}}."
+    )
 
 
 def check_packing(config: PretrainedConfig, args: RunSettings) -> None:

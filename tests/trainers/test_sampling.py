@@ -1,0 +1,55 @@
+"""`qarl_trl.trainers.sampling`: end tokens that TRL does not know. Noise and seeds: test_rloo.py, test_config.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from slow.toys import distinct_characters, prompts, save_model
+from slow.toys import settings as qarl_settings
+
+from qarl_trl import LowBitRLOOConfig, LowBitRLOOTrainer, QaRLConfig, QaRLTrainer
+from trainers.runs import settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a small model, whose end token is 1."""
+    return save_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest.fixture(params=["QaRL", "RLOO"])
+def make(request, model, tmp_path):
+    """Make a trainer with these `generation_kwargs`, without an engine."""
+
+    def build(**generation_kwargs):
+        if request.param == "QaRL":
+            changes = {"use_vllm": False, "bf16": False, "max_steps": 1, "generation_kwargs": generation_kwargs}
+            config = QaRLConfig(**qarl_settings(tmp_path / "run", **changes))
+            return QaRLTrainer(model, distinct_characters, config, train_dataset=prompts())
+        config = LowBitRLOOConfig(**settings(tmp_path / "run", num_generations=4, generation_kwargs=generation_kwargs))
+        return LowBitRLOOTrainer(model, distinct_characters, config, train_dataset=prompts())
+
+    return build
+
+
+def test_an_end_token_that_the_trainer_does_not_know_is_refused(make):
+    """Padding after it would be a part of the answers, and trained on."""
+    with pytest.raises(ValueError, match=r"eos_token_id \[5\], and the tokenizer and the model have \[1\]"):
+        make(eos_token_id=[1, 5])
+
+    # Controls: those that it knows, as a number and as a list, and none.
+    for known in ({"eos_token_id": 1}, {"eos_token_id": [1]}, {"eos_token_id": None}, {}):
+        make(**known)
+
+
+def test_an_end_token_of_the_models_generation_config_is_known(model, tmp_path):
+    """The advice of the error works."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    changes = {"use_vllm": False, "bf16": False, "generation_kwargs": {"eos_token_id": [1, 5]}}
+
+    config = QaRLConfig(**qarl_settings(tmp_path / "run", **changes))
+    trainer = QaRLTrainer(str(folder), distinct_characters, config, train_dataset=prompts())
+
+    assert trainer.eos_token_ids == [1, 5]
