@@ -229,13 +229,14 @@ def check_rollout(output: Mapping[str, Any], rows: int, weighs_mismatch: bool) -
     Refuse results of a `rollout_func` that TRL would train on silently.
 
     Args:
-        output: Lists with a list for each prompt: `prompt_ids`, `completion_ids`, and `logprobs`, which may be `None`.
+        output: Lists with a list for each prompt: `prompt_ids`, `completion_ids`, `logprobs`, which may be `None`, and
+            optional `env_mask`.
         rows: Number of prompts.
         weighs_mismatch: Whether the loss needs the log-probs.
 
     Raises:
-        ValueError: if a list is missing, numbers of rows or of log-probs are wrong, an answer is empty, or the loss
-            needs log-probs that are `None`.
+        ValueError: if a list is missing, numbers of rows, of log-probs or of a mask are wrong, an answer is empty, or
+            the loss needs log-probs that are `None`.
     """
     # TRL says so, too, but only in the process where it is so, for which the others would wait.
     lacking = [name for name in ("prompt_ids", "completion_ids", "logprobs") if name not in output]
@@ -263,6 +264,14 @@ def check_rollout(output: Mapping[str, Any], rows: int, weighs_mismatch: bool) -
             f"rollout_func must return, for each of {rows} prompts, prompt_ids, at least one token of completion_ids "
             "(EOS for an empty answer) and as many logprobs (or None for all). "
             f"Got {prompts} prompts, {tokens} tokens and {logps} log-probs."
+        )
+
+    # TRL fills a short one with 1, so what an environment wrote would be learned.
+    env_mask = output.get("env_mask")
+    if env_mask is not None and _lengths(env_mask) != tokens:
+        raise ValueError(
+            "env_mask of rollout_func must have a number for each token of completion_ids (1 for the model's own), "
+            f"got {_lengths(env_mask)} for {tokens} tokens."
         )
 
 

@@ -161,6 +161,31 @@ def test_log_probs_of_a_rollout_are_checked_and_left_alone(make):
         assert make(spoil=with_too_few, max_steps=1).train().global_step == 1
 
 
+def test_a_mask_of_a_rollout_has_a_number_for_each_token(make):
+    """TRL fills a short one with 1, so what an environment wrote would be learned."""
+
+    def masked(short):
+        def spoil(output):
+            masks = []
+            for number, tokens in enumerate(output["completion_ids"]):
+                masks.append([1] * (len(tokens) - (short and number == 1)))
+            return output | {"env_mask": masks}
+
+        return spoil
+
+    with pytest.raises(ValueError, match="env_mask of rollout_func must have a number for each token"):
+        make(spoil=masked(short=True)).train()
+
+    # Controls: a whole mask, as lists or as tensors, and none.
+    make(spoil=masked(short=False), max_steps=1).train()
+    make(spoil=lambda output: output | {"env_mask": None}, max_steps=1).train()
+    tokens = [[3], [4, 5]]
+    tensors = [torch.ones(len(row), dtype=torch.long) for row in tokens]
+    guards.check_rollout(
+        {"prompt_ids": [[1], [2]], "completion_ids": tokens, "logprobs": None, "env_mask": tensors}, 2, False
+    )
+
+
 def test_a_rollout_without_log_probs_is_refused_where_the_loss_needs_them(make):
     """TRL fails in a subtraction, after the batch was scored."""
 

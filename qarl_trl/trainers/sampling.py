@@ -38,3 +38,21 @@ def check_seed(args: Any) -> None:
             f"generation_kwargs must have no seed with vllm_mode='colocate', got {seed}: all answers of a group would "
             "be equal, and nothing would be trained. `seed` decides the draws of a run."
         )
+
+
+def check_endings(args: Any) -> None:
+    """
+    Refuse to mask answers that TRL takes for cut off although they ended on a stop string.
+
+    Args:
+        args: The settings of a trainer that can leave out answers that were cut off.
+
+    Raises:
+        ValueError: if `generation_kwargs` has stop strings or tokens beside `mask_truncated_completions`.
+    """
+    set_here = [name for name in ("stop", "stop_token_ids") if (args.generation_kwargs or {}).get(name)]
+    if args.use_vllm and args.mask_truncated_completions and set_here:
+        raise ValueError(
+            f"mask_truncated_completions must be False with generation_kwargs {set_here}: TRL knows an EOS token "
+            "alone, so the answers that end there would not be trained on."
+        )

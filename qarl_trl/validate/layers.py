@@ -17,7 +17,7 @@ from ..learner.probe import layers_that_run_on
 from ..quant.convert import MERGED_BY_ENGINES, apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer, quantized_modules
-from ..quant.names import checkpoint_modules
+from ..quant.names import architecture_of, checkpoint_modules
 from ..quant.scheme import DEFAULT_IGNORE
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
@@ -195,24 +195,57 @@ def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunS
         )
 
 
-def check_dropout(config: PretrainedConfig) -> None:
+def check_dropout(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> None:
     """
-    Refuse a dropout of attention weights: the learner would drop what the engine keeps, another part in each forward.
+    Refuse a dropout that is a number: the learner would drop what the engine keeps, another part in each forward.
 
-    TRL's `disable_dropout` does not reach it, because it is a number and no module.
+    TRL's `disable_dropout` reaches modules alone. Attention takes a number in all families, StarCoder2 also after its
+    embedding and its layers.
 
     Args:
+        model: The model or its name.
         config: The model's config.
+        args: Settings of the run.
 
     Raises:
-        ValueError: if it is not 0.
+        ValueError: if one is not 0.
     """
-    dropout = getattr(config.get_text_config(), "attention_dropout", None)
-    if dropout:
-        raise ValueError(
-            f"attention_dropout must be 0, got {dropout} in the model's config: the engine drops nothing. Set it to 0 "
-            "there, or model_init_kwargs: {attention_dropout: 0.0}."
-        )
+    fields = {
+        name: value
+        for name, value in config.get_text_config().to_dict().items()
+        if "drop" in name and type(value) in (int, float) and value > 0
+    }
+    # Most models have none, and the model without weights need not be made.
+    if not fields:
+        return
+
+    numbers = _dropout_numbers(model, config, args)
+    wrong = {name: value for name, value in fields.items() if name == "attention_dropout" or value in numbers}
+    if not wrong:
+        return
+    zeros = ", ".join(f"{name}: 0.0" for name in wrong)
+    raise ValueError(
+        f"{', '.join(wrong)} must be 0, got {', '.join(map(str, wrong.values()))} in the model's config: the engine "
+        f"drops nothing, and disable_dropout does not reach a number. Set it to 0 there, or model_init_kwargs: "
+        f"{{{zeros}}}."
+    )
+
+
+def _dropout_numbers(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> set[float]:
+    """The dropouts above 0 that modules of a model hold as numbers, and not as modules."""
+    if isinstance(model, str):
+        # A model that transformers does not know may not be made without weights.
+        if architecture_of(config) is None:
+            return set()
+        model = skeleton(config, args)
+
+    numbers = set()
+    for module in model.modules():
+        # A dropout module's own number is `p`.
+        for name, value in vars(module).items():
+            if "drop" in name and type(value) in (int, float) and value > 0:
+                numbers.add(value)
+    return numbers
 
 
 def check_packing(config: PretrainedConfig, args: RunSettings) -> None:

@@ -67,7 +67,7 @@ def check_run(
                 check_tied(skeleton(config, args), adapter)
         check_attention(model, config, args)
         if args.has_engine:
-            check_dropout(config)
+            check_dropout(model, config, args)
         check_packing(config, args)
     check_kv_cache(model, config, args)
     if _needs_layer_check(config, args):

@@ -10,7 +10,9 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
+    PhiConfig,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 from qarl_trl.quant import apply_quantization
@@ -191,6 +193,29 @@ def test_a_dropout_of_attention_is_refused_where_an_engine_samples(tmp_path):
     check_run_of(model, tmp_path, use_vllm=True, **without)
     check_run_of(model, tmp_path, use_vllm=True, quant_scheme="none")
     check_run_of(model, tmp_path)
+
+
+def test_a_dropout_that_is_a_number_is_refused_where_an_engine_samples(tmp_path):
+    """StarCoder2's own files have 0.1 in all three."""
+    numbers = {"residual_dropout": 0.1, "embedding_dropout": 0.1}
+    model = toy(tmp_path / "numbers", Starcoder2Config, hidden_size=128, **numbers)
+    without = {"model_init_kwargs": {"residual_dropout": 0.0, "embedding_dropout": 0.0}}
+
+    with pytest.raises(ValueError, match=r"residual_dropout, embedding_dropout must be 0, got 0\.1, 0\.1") as error:
+        check_run_of(model, tmp_path, use_vllm=True, disable_dropout=True)
+    assert "model_init_kwargs: {residual_dropout: 0.0, embedding_dropout: 0.0}" in str(error.value)
+    with pytest.raises(ValueError, match="residual_dropout"):
+        check_run_of(AutoModelForCausalLM.from_pretrained(model), tmp_path, use_vllm=True)
+
+    # Controls: the advice works, as do runs without low bits or without an engine.
+    check_run_of(model, tmp_path, use_vllm=True, **without)
+    check_run_of(model, tmp_path, use_vllm=True, quant_scheme="none")
+    check_run_of(model, tmp_path)
+    # Phi's is a module, which `disable_dropout` turns off; and no model reads the dropout of a classifier.
+    modules = toy(tmp_path / "modules", PhiConfig, hidden_size=128, resid_pdrop=0.1)
+    check_run_of(modules, tmp_path, use_vllm=True, disable_dropout=True)
+    classifier = toy(tmp_path / "classifier", Qwen3Config, hidden_size=128, classifier_dropout=0.1)
+    check_run_of(classifier, tmp_path, use_vllm=True)
 
 
 def test_the_head_of_a_reward_model_stays_in_high_precision():
