@@ -225,6 +225,47 @@ def test_a_sync_inside_of_a_generation_counts_as_a_sync(monkeypatch):
     assert engine.rollout_seconds >= 0.2
 
 
+@pytest.mark.parametrize(
+    ("prompts", "requests"),
+    [
+        # Two groups of two.
+        ([[2], [2], [3], [3]], [([[2], [3]], 2)]),
+        # An environment wrote another observation into the last one.
+        ([[2], [2], [3], [4]], [([[2], [2], [3], [4]], 1)]),
+        ([[2]], [([[2]], 2)]),
+    ],
+)
+def test_a_server_answers_the_prompt_of_each_row(prompts, requests):
+    """TRL sends a server the first prompt of each group, and takes its answers for those of the whole group."""
+    sent = []
+
+    class Server:
+        """Answers each prompt with its own tokens."""
+
+        def generate(self, prompts, n, **settings):
+            sent.append((prompts, n))
+            answers = [prompt for prompt in prompts for _ in range(n)]
+            return {"prompt_ids": prompts, "completion_ids": answers, "logprobs": None}
+
+        def raise_failure(self):
+            pass
+
+    engine = generation()
+    engine.mode = "server"
+    engine.vllm_client = Server()
+    engine.accelerator = SimpleNamespace(
+        num_processes=1, process_index=0, is_main_process=True, device="cpu", gather=lambda row: row
+    )
+    of_sampling = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length"]
+    for name in (*of_sampling, "logprobs", "structured_outputs_regex", "generation_kwargs"):
+        setattr(engine, name, None)
+
+    _, answers, *_ = engine.generate(prompts=prompts, images=None, num_generations=2)
+
+    assert answers == prompts
+    assert sent == requests
+
+
 # Failures -------------------------------------------------------------------------------------------------------
 
 
