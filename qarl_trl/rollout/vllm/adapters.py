@@ -183,11 +183,11 @@ def sample_with(llm: Any, adapter: Path) -> None:
         llm: The engine, started by the arguments of [`lora_settings`].
         adapter: The adapter's folder.
     """
-    # TRL has no place to give the adapter to `generate`. A `rollout_func` may also call `chat` or another method, which
-    # would answer with the base alone.
+    # TRL has no place to give the adapter to `generate`. A `rollout_func` may also call `chat` or another method, and
+    # the base alone would answer.
     for name, function in inspect.getmembers(type(llm), inspect.isfunction):
-        # Private methods get the adapter from these.
-        if not name.startswith("_") and "lora_request" in inspect.signature(function).parameters:
+        is_public = not name.startswith("_")  # private ones get the adapter from these
+        if is_public and "lora_request" in inspect.signature(function).parameters:
             setattr(llm, name, partial(getattr(llm, name), lora_request=request_of(adapter)))
 
 
