@@ -14,7 +14,7 @@ from trl import GRPOConfig
 
 from .loss import TrustBand
 from .options import ENGINE, LOSS, option
-from .trainers.sampling import check_noise, check_seed
+from .trainers.sampling import check_endings, check_noise, check_seed
 from .trainers.settings import LowBitConfig, changed_fields, check_fit
 
 
@@ -116,7 +116,7 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
             _check_sampling(self)
             check_noise(self)
         check_seed(self)
-        _check_endings(self)
+        check_endings(self)
         _check_threshold(self)
         _check_passes(self)
         if self.optim_muon and (self.deepspeed or getattr(self, "deepspeed_plugin", None)):
@@ -211,16 +211,6 @@ def _check_sampling(args: QaRLConfig) -> None:
                 f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. "
                 "Leave it out (temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
-
-
-def _check_endings(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) to mask answers that TRL takes for cut off although they ended on a stop string."""
-    set_here = [name for name in ("stop", "stop_token_ids") if (args.generation_kwargs or {}).get(name)]
-    if args.use_vllm and args.mask_truncated_completions and set_here:
-        raise ValueError(
-            f"mask_truncated_completions must be False with generation_kwargs {set_here}: TRL knows an EOS token "
-            "alone, so the answers that end there would not be trained on."
-        )
 
 
 def _check_threshold(args: QaRLConfig) -> None:

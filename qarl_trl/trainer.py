@@ -162,7 +162,9 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
 
     def _roll_out(self, rollout_func: Callable[..., Any], prompts: Any, trainer: Any) -> Any:
         """The result of a `rollout_func`, checked. It may have sampled with other weights, as a user's class may."""
-        output = guards.rollout_of_all(rollout_func, prompts, trainer)
+        # Its number of generations may differ between processes, as that of a loop of tool calls does.
+        with self._generating_alone():
+            output = guards.rollout_of_all(rollout_func, prompts, trainer)
         if self.low_bit_store is not None:
             self.low_bit_store.weights_changed()
         return output

@@ -17,6 +17,7 @@ What reaches into vLLM is in `vllm/`, what talks to a server in `server/`.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from trl.generation.vllm_generation import VLLMGeneration
@@ -302,8 +304,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
         with self._all_or_none("generation"):
             began = time.perf_counter()
             synced_before = self.sync_seconds
+            call = inspect.signature(super().generate).bind(prompts, *args, **kwargs)
+            if self.mode == "server":
+                call.arguments["num_generations"] = self._answers_a_prompt(prompts, call.arguments["num_generations"])
             with self._same_draws(), extracted_by(extract_logprobs):
-                result = super().generate(prompts, *args, **kwargs)
+                result = super().generate(*call.args, **call.kwargs)
             if self.mode == "server":
                 on_first(self.accelerator, lambda: self.vllm_client.raise_failure())
             _check_completions(result[1], len(prompts))
@@ -311,6 +316,20 @@ class LowBitVLLMGeneration(VLLMGeneration):
         synced = self.sync_seconds - synced_before
         self.rollout_seconds += time.perf_counter() - began - synced
         return result
+
+    def _answers_a_prompt(self, prompts: list[list[int]], num_generations: int) -> int:
+        """
+        How many answers to ask the server for at a time, which gets each prompt once: 1 if the prompts of a group
+        differ.
+
+        TRL sends the first prompt of each group. An environment (`environment_factory`) writes its observation into
+        the prompt, another one in each rollout, and the others would get answers to the first one's.
+        """
+        of_all = gather_object(prompts)  # as TRL does
+        for first in range(0, len(of_all), num_generations):
+            if any(prompt != of_all[first] for prompt in of_all[first : first + num_generations]):
+                return 1
+        return num_generations
 
     def _same_draws(self) -> Any:
         """The context in which the ranks of an engine draw the same seeds."""

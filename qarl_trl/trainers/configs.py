@@ -8,7 +8,7 @@ from typing import Literal
 from trl import DistillationConfig, RLOOConfig, SFTConfig
 
 from ..options import LOSS, option
-from .sampling import check_noise, check_seed
+from .sampling import check_endings, check_noise, check_seed
 from .settings import LowBitConfig
 
 
@@ -43,6 +43,7 @@ class LowBitRLOOConfig(LowBitConfig, RLOOConfig):
         if self.quantized:
             check_noise(self)
         check_seed(self)
+        check_endings(self)
 
 
 @dataclass

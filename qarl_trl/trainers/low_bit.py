@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -40,9 +40,10 @@ from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head, check_run
+from ..validate.rollouts import shares_engine
 from .engine import build_engine
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
-from .sampling import check_ends
+from .sampling import check_end_tokens
 from .settings import LowBitConfig, check_order
 
 
@@ -122,7 +123,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
                 raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
         else:
-            check_ends(self)
+            check_end_tokens(self)
             # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
 
@@ -229,10 +230,17 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must
         not wait for the others.
         """
-        if not self.args.has_engine:
+        with self._generating_alone():
             return super()._tool_call_loop(*args)
-        with patch.object(self.vllm_generation, "alone", True):
-            return super()._tool_call_loop(*args)
+
+    def _generating_alone(self) -> AbstractContextManager[Any]:
+        """
+        The context in which this process asks its engine more or less often than others do. An engine that processes
+        share still waits for all of them.
+        """
+        if not self.args.has_engine or shares_engine(self.args):
+            return nullcontext()
+        return patch.object(self.vllm_generation, "alone", True)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """

@@ -40,7 +40,7 @@ def check_seed(args: Any) -> None:
         )
 
 
-def check_ends(trainer: Any) -> None:
+def check_end_tokens(trainer: Any) -> None:
     """
     Refuse end tokens of transformers' generation that the trainer does not know.
 
@@ -65,4 +65,22 @@ def check_ends(trainer: Any) -> None:
         raise ValueError(
             f"generation_kwargs has the eos_token_id {unknown}, and the tokenizer and the model have {known}: TRL "
             "would train on the padding after it. Add it to eos_token_id in the model's generation_config.json."
+        )
+
+
+def check_endings(args: Any) -> None:
+    """
+    Refuse to mask answers that TRL takes for cut off although they ended on a stop string.
+
+    Args:
+        args: The settings of a trainer that can leave out answers that were cut off.
+
+    Raises:
+        ValueError: if `generation_kwargs` has stop strings or tokens beside `mask_truncated_completions`.
+    """
+    set_here = [name for name in ("stop", "stop_token_ids") if (args.generation_kwargs or {}).get(name)]
+    if args.use_vllm and args.mask_truncated_completions and set_here:
+        raise ValueError(
+            f"mask_truncated_completions must be False with generation_kwargs {set_here}: TRL knows an EOS token "
+            "alone, so the answers that end there would not be trained on."
         )

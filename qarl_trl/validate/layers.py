@@ -17,7 +17,7 @@ from ..learner.probe import layers_that_run_on
 from ..quant.convert import MERGED_BY_ENGINES, apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer, quantized_modules
-from ..quant.names import base_model, checkpoint_modules
+from ..quant.names import architecture_of, base_model, checkpoint_modules
 from ..quant.scheme import DEFAULT_IGNORE
 from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
@@ -216,6 +216,9 @@ def check_dropout(model: str | nn.Module, config: PretrainedConfig, args: RunSet
         raise ValueError(_refused_number("attention_dropout", of_config["attention_dropout"]))
     # Without such a field no layer drops, and most models have none.
     if not of_config:
+        return
+    # A model of the Hub's own code may not be made without weights.
+    if isinstance(model, str) and architecture_of(config) is None:
         return
 
     # What the layers have, because published configs also have fields that no layer reads.

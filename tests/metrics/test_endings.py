@@ -6,6 +6,7 @@ from slow.toys import make_tokenizer
 
 from qarl_trl import QaRLConfig
 from qarl_trl.metrics.endings import Endings, ending_metrics
+from qarl_trl.trainers.configs import LowBitRLOOConfig
 
 
 # Tokens of one and of two characters, so that a string may end inside of one, and a token without any text.
@@ -54,16 +55,17 @@ def test_the_metrics_are_those_of_trl():
     assert list(ending_metrics(lengths, torch.zeros(4, dtype=torch.bool)).values()) == [1.0, 0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("config_class", [QaRLConfig, LowBitRLOOConfig])
 @pytest.mark.parametrize("stop", [{"stop": ["#"]}, {"stop_token_ids": [2]}])
-def test_answers_that_end_there_cannot_be_masked_as_cut_off(tmp_path, stop):
+def test_answers_that_end_there_cannot_be_masked_as_cut_off(tmp_path, stop, config_class):
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "use_vllm": True, "report_to": "none"}
 
     with pytest.raises(ValueError, match="mask_truncated_completions must be False"):
-        QaRLConfig(**settings, mask_truncated_completions=True, generation_kwargs=stop)
+        config_class(**settings, mask_truncated_completions=True, generation_kwargs=stop)
 
     # Controls: each of the two alone, beside another setting of the engine.
-    QaRLConfig(**settings, generation_kwargs=stop)
-    QaRLConfig(**settings, mask_truncated_completions=True, generation_kwargs={"max_tokens": 8})
+    config_class(**settings, generation_kwargs=stop)
+    config_class(**settings, mask_truncated_completions=True, generation_kwargs={"max_tokens": 8})
 
 
 def test_the_decoder_of_a_tokenizer_makes_the_text_of_the_engine():

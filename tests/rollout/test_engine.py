@@ -1,6 +1,7 @@
 """`qarl_trl.rollout.engine` without an engine. The rest runs on a real one, in tests/slow."""
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from qarl_trl import QaRLTrainer
+from qarl_trl import QaRLTrainer, guards
 from qarl_trl.rollout import engine as rollout_engine
 from qarl_trl.rollout import engine_settings
 from qarl_trl.rollout.engine import LowBitVLLMGeneration
@@ -224,6 +225,47 @@ def test_a_sync_inside_of_a_generation_counts_as_a_sync(monkeypatch):
     assert engine.rollout_seconds >= 0.2
 
 
+@pytest.mark.parametrize(
+    ("prompts", "requests"),
+    [
+        # Two groups of two.
+        ([[2], [2], [3], [3]], [([[2], [3]], 2)]),
+        # An environment wrote another observation into the last one.
+        ([[2], [2], [3], [4]], [([[2], [2], [3], [4]], 1)]),
+        ([[2]], [([[2]], 2)]),
+    ],
+)
+def test_a_server_answers_the_prompt_of_each_row(prompts, requests):
+    """TRL sends a server the first prompt of each group, and takes its answers for those of the whole group."""
+    sent = []
+
+    class Server:
+        """Answers each prompt with its own tokens."""
+
+        def generate(self, prompts, n, **settings):
+            sent.append((prompts, n))
+            answers = [prompt for prompt in prompts for _ in range(n)]
+            return {"prompt_ids": prompts, "completion_ids": answers, "logprobs": None}
+
+        def raise_failure(self):
+            pass
+
+    engine = generation()
+    engine.mode = "server"
+    engine.vllm_client = Server()
+    engine.accelerator = SimpleNamespace(
+        num_processes=1, process_index=0, is_main_process=True, device="cpu", gather=lambda row: row
+    )
+    of_sampling = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length"]
+    for name in (*of_sampling, "logprobs", "structured_outputs_regex", "generation_kwargs"):
+        setattr(engine, name, None)
+
+    _, answers, *_ = engine.generate(prompts=prompts, images=None, num_generations=2)
+
+    assert answers == prompts
+    assert sent == requests
+
+
 # Failures -------------------------------------------------------------------------------------------------------
 
 
@@ -261,8 +303,18 @@ def test_what_failed_in_another_process_is_raised_in_this_one_too(monkeypatch):
         engine.generate([])
 
 
-def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
-    """The loop is as long as a process has tool calls, so another one would answer with its next collective."""
+def by_tools(trainer, prompts):
+    return trainer._tool_call_loop(prompts)
+
+
+def by_rollout_func(trainer, prompts):
+    # Without the check of its result, which gathers once at its end.
+    return trainer._roll_out(lambda prompts, trainer: trainer.vllm_generation.generate(prompts), prompts, trainer)
+
+
+@pytest.mark.parametrize("answer", [by_tools, by_rollout_func])
+def test_an_engine_in_a_loop_of_turns_waits_for_nobody(monkeypatch, answer):
+    """The loop is as long as a process has turns, so another one would answer with its next collective."""
     gathered = []
 
     def gather(row):
@@ -273,13 +325,25 @@ def test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody(monkeypatch):
     engine.accelerator = SimpleNamespace(num_processes=2, device="cpu", gather=gather)
     let_trl_return_the_prompts(monkeypatch)
     monkeypatch.setattr(GRPOTrainer, "_tool_call_loop", lambda self, prompts: self.vllm_generation.generate(prompts))
+    monkeypatch.setattr(guards, "rollout_of_all", lambda rollout_func, *arguments: rollout_func(*arguments))
+    monkeypatch.setattr(QaRLTrainer, "low_bit_store", None)
     trainer = object.__new__(QaRLTrainer)
-    trainer.args = SimpleNamespace(has_engine=True)
+    of_its_own = {"vllm_mode": "colocate", "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
+    trainer.args = SimpleNamespace(has_engine=True, **of_its_own)
     trainer.vllm_generation = engine
 
-    assert trainer._tool_call_loop([[1]]) == ([[1]], [[1]])
+    assert answer(trainer, [[1]]) == ([[1]], [[1]])
     assert not gathered
 
-    # Control: outside of the loop it waits.
+    # Controls: it waits outside of the loop, and where processes share an engine.
     engine.generate([[1]])
     assert len(gathered) == 1
+    trainer.args.vllm_tensor_parallel_size = 2
+    engine._same_draws = nullcontext
+    answer(trainer, [[1]])
+    assert len(gathered) == 2
+
+    # Without an engine there is nobody to wait for.
+    trainer.args.has_engine = False
+    trainer.rollout_func = None
+    assert answer(trainer, [[1]]) == ([[1]], [[1]])

@@ -89,6 +89,45 @@ def test_a_base_with_biases_is_loaded_below_the_wrappers_of_an_adapter(tmp_path,
     assert max(logp_diffs) < FLOOR
 
 
+# Requests ------------------------------------------------------------------------------------------------------------
+
+
+def _answers_by_each_way(model: str, folder: str) -> dict[str, list[int]]:
+    """The greedy answer to one prompt by each way that a `rollout_func` may ask."""
+    from vllm import SamplingParams
+
+    trainer = _frozen_trainer(model, Path(folder), quant_scheme="FP8_DYNAMIC")
+    randomize_adapter(trainer.model, scale=0.3)
+    trainer.vllm_generation.sync_weights()
+    llm = trainer.vllm_generation.llm
+
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    prompt = "10+99="
+    messages = [{"role": "user", "content": prompt}]
+    template = "{{ messages[0]['content'] }}"
+    # Nothing after the prompt: the same tokens as for `generate`.
+    as_text = {"chat_template": template, "add_generation_prompt": False, "use_tqdm": False}
+
+    outputs = {
+        "generate": llm.generate([prompt], params, use_tqdm=False),
+        "chat": llm.chat(messages, params, **as_text),
+        "the base by chat": llm.chat(messages, params, lora_request=None, **as_text),
+    }
+    llm.enqueue([prompt], params, use_tqdm=False)
+    outputs["enqueue"] = llm.wait_for_completion(use_tqdm=False)
+    return {way: list(output.outputs[0].token_ids) for way, (output,) in outputs.items()}
+
+
+def test_whoever_asks_the_engine_gets_answers_of_the_adapter(tmp_path):
+    """TRL asks by `generate` alone, a `rollout_func` also by other methods: they would answer with the base."""
+    model = save_model(tmp_path / "model", layers=1)
+
+    answers = isolated(_answers_by_each_way, model, str(tmp_path / "run"))
+
+    assert answers["chat"] == answers["enqueue"] == answers["generate"]
+    assert answers["the base by chat"] != answers["generate"]  # control
+
+
 # One engine ----------------------------------------------------------------------------------------------------------
 
 

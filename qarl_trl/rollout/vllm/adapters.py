@@ -9,6 +9,7 @@ model.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -182,8 +183,12 @@ def sample_with(llm: Any, adapter: Path) -> None:
         llm: The engine, started by the arguments of [`lora_settings`].
         adapter: The adapter's folder.
     """
-    # `generate` takes the adapter as an argument, but TRL has no place to give one.
-    llm.generate = partial(llm.generate, lora_request=request_of(adapter))
+    # TRL has no place to give the adapter to `generate`. A `rollout_func` may also call `chat` or another method, and
+    # the base alone would answer.
+    for name, function in inspect.getmembers(type(llm), inspect.isfunction):
+        is_public = not name.startswith("_")  # private ones get the adapter from these
+        if is_public and "lora_request" in inspect.signature(function).parameters:
+            setattr(llm, name, partial(getattr(llm, name), lora_request=request_of(adapter)))
 
 
 def request_of(folder: Path, **options: Any) -> Any:
