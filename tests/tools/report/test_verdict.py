@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qarl_trl.tools.report.runs import LoggedRun
-from qarl_trl.tools.report.verdict import least_kl, headline, judge
+from qarl_trl.tools.report.verdict import headline, judge, least_kl
 
 from .folders import log, without
 
