@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
         A function that samples, grades and writes the results.
     """
     options = make_parser().parse_args(argv)
+    # Paths are those of the start: a reward may change the current folder, and the scores come last.
+    start = Path.cwd()
     options.pass_at = options.pass_at or [options.k]
     if not all(1 <= k <= options.k for k in options.pass_at):
         raise ValueError(f"--pass_at must be between 1 and --k {options.k}, got {options.pass_at}.")
@@ -65,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     check_vocabulary(folder, config, prompts)
     try_rewards(rewards, next(iter(problems.values()))[0])
     # A folder that cannot be written must not be found out after hours of sampling.
-    output = _output_folder(options)
+    output = _output_folder(options, start)
 
     settings: dict[str, Any] = {"seed": options.seed}
     if options.vllm_gpu_memory_utilization is not None:
@@ -254,16 +256,34 @@ def _longest_prompt(problems: Mapping[str, list[dict[str, Any]]]) -> int:
     return longest
 
 
-def _output_folder(options: argparse.Namespace) -> Path:
-    """Create the folder for the results."""
-    # The time keeps two evaluations of one model apart.
-    name = f"{Path(options.model).resolve().name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    output = Path(options.output_dir or f"runs/eval/{name}").expanduser()
+def _output_folder(options: argparse.Namespace, start: Path) -> Path:
+    """Create the folder for the results; a relative one is below `start`."""
+    if not options.output_dir:
+        return _folder_of_its_own(start / "runs" / "eval", (start / options.model).resolve().name)
+
+    output = start / Path(options.output_dir).expanduser()
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"--output_dir {output} must be new or empty: existing results are not overwritten.")
 
     output.mkdir(parents=True, exist_ok=True)
     return output
+
+
+def _folder_of_its_own(parent: Path, model: str) -> Path:
+    """Create a folder that no other evaluation has."""
+    # The time keeps two evaluations of one model apart, but not those that a script starts at once, one on each GPU:
+    # the low-bit models of all checkpoints have one name.
+    name = f"{model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    output = parent / name
+    number = 1
+    while True:
+        try:
+            output.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            output = parent / f"{name}-{number}"
+        else:
+            return output
 
 
 # The evaluation -----------------------------------------------------------------------------------------------------
@@ -297,20 +317,31 @@ def evaluate(
     names = reward_names(reward_funcs)
     rewards: dict[str, dict[str, list[list[Any]]]] = {}
     figures: dict[str, dict[str, float]] = {}
-    with (output / "completions.jsonl").open("w") as file:
+    # A new file: another evaluation may have been started with the same folder while it was empty.
+    with (output / "completions.jsonl").open("x") as file:
         for suite_name, rows in problems.items():
             print(f"{suite_name}: {len(rows)} problems, {options.k} completions each", flush=True)
             answers = sample(engine, rows, params, options.seed)
 
             rewards[suite_name] = {name: [] for name in names}
-            for problem, completions in zip(rows, answers, strict=True):
-                graded = {}
-                for name, reward in zip(names, reward_funcs, strict=True):
-                    graded[name] = grade(reward, problem, completions)
-                    rewards[suite_name][name].append(graded[name])
-                # One line a problem, so that a broken evaluation leaves what it has graded.
-                row = {"suite": suite_name, **problem, "completions": completions, "rewards": graded}
-                file.write(json.dumps(row) + "\n")
+            written = 0
+            try:
+                for problem, completions in zip(rows, answers, strict=True):
+                    graded = {}
+                    for name, reward in zip(names, reward_funcs, strict=True):
+                        graded[name] = grade(reward, problem, completions)
+                        rewards[suite_name][name].append(graded[name])
+                    # One line a problem, so that a broken evaluation leaves what it has graded.
+                    file.write(_line(suite_name, problem, completions, graded))
+                    written += 1
+            except BaseException as error:
+                # Sampling took hours, and a reward that fails on one answer can be mended.
+                for problem, completions in zip(rows[written:], answers[written:], strict=True):
+                    file.write(_line(suite_name, problem, completions, None))
+                error.add_note(f"All completions so far are in {file.name}; from this problem on without rewards.")
+                raise
+            # A later suite may end the process without closing files.
+            file.flush()
             figures[suite_name] = _figures(answers)
 
     summary = summarize(rewards, options.k, options.pass_at)
@@ -318,6 +349,13 @@ def evaluate(
         suite |= figures[suite_name]
     (output / "results.json").write_text(json.dumps(head | summary, indent=2) + "\n")
     print(f"\n{head['model']}: {head['precision']}\n\n{table(summary)}\n\nwritten to {output / 'results.json'}")
+
+
+def _line(
+    suite: str, problem: Mapping[str, Any], completions: Sequence[Mapping[str, Any]], rewards: Mapping[str, Any] | None
+) -> str:
+    """A problem's line of `completions.jsonl`; `rewards` are `None` for completions that were not graded."""
+    return json.dumps({"suite": suite, **problem, "completions": completions, "rewards": rewards}) + "\n"
 
 
 def _figures(answers: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, float]:

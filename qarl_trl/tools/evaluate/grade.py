@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def grade(reward: Reward, problem: Mapping[str, Any], completions: Sequence[Mapp
         A number for each completion; `None` where the function does not apply.
 
     Raises:
-        ValueError: if there are not as many rewards as completions.
+        ValueError: if there are not as many rewards as completions, or one is infinite.
     """
     texts = [completion["text"] for completion in completions]
     rewards = call_reward(
@@ -55,10 +56,15 @@ def grade(reward: Reward, problem: Mapping[str, Any], completions: Sequence[Mapp
         answer=[problem["answer"]] * len(texts),
     )
 
+    name = getattr(reward, "__name__", reward)
     if len(rewards) != len(texts):
-        name = getattr(reward, "__name__", reward)
         raise ValueError(f"The reward function {name!r} must give {len(texts)} rewards, got {len(rewards)}.")
-    return [_number(value) for value in rewards]
+
+    numbers = [_number(value) for value in rewards]
+    # No mean and no error can be made of it, and a training stops at it too.
+    if any(number is not None and math.isinf(number) for number in numbers):
+        raise ValueError(f"The reward function {name!r} must give finite numbers or None, got {numbers}.")
+    return numbers
 
 
 def call_reward(

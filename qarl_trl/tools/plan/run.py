@@ -122,6 +122,8 @@ class Run:
         sleep: Whether the engine sleeps between rollouts.
         frozen: `lora_base: frozen`: of the base there are only quantized values.
         keeps_matrices: `quant_keep_matrices`.
+        engine_kernel: Whether the learner's kernels are the engine's (`quant_kernel: engine`), which lay the quantized
+            values out again.
         engine_ranks: GPUs of one engine.
         ranks: GPUs of the learner, one process each.
         fsdp2: Whether the GPUs hold shards of one model; otherwise each holds the whole.
@@ -129,6 +131,7 @@ class Run:
         teacher: What the student of a distillation learns from; `None` for other trainers.
         samples: Whether the run samples answers, with an engine or with transformers.
         cache_entry: Bytes of a number in the engine's key-value cache.
+        cache_size: Bytes of that cache on each GPU, which `vllm_engine_kwargs` may set; `None`: what the share leaves.
         eager: Whether the engine runs without CUDA graphs.
         accumulation: Micro-batches in an update, which share passes.
         kernels: The schemes that an engine multiplies in: rows of `quant.supported.SUPPORTED`, which say on what GPUs.
@@ -148,6 +151,7 @@ class Run:
     sleep: bool
     frozen: bool = False
     keeps_matrices: bool = False
+    engine_kernel: bool = False
     engine_ranks: int = 1
     ranks: int = 1
     fsdp2: bool = False
@@ -155,6 +159,7 @@ class Run:
     teacher: Teacher | None = None
     samples: bool = True
     cache_entry: int = 2
+    cache_size: int | None = None
     eager: bool = False
     accumulation: int = 1
     kernels: tuple[Any, ...] = ()

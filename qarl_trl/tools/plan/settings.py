@@ -79,6 +79,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         sleep=engine == "colocate" and settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
         keeps_matrices=settings.quant_keep_matrices,
+        engine_kernel=settings.quantize_learner and settings.quant_kernel == "engine",
         engine_ranks=engine_ranks,
         ranks=gpus,
         fsdp2=fsdp2,
@@ -87,6 +88,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         samples=_samples(settings),
         accumulation=settings.gradient_accumulation_steps,
         cache_entry=1 if settings.has_low_bit_cache else 2,
+        cache_size=settings.engine_kwargs.get("kv_cache_memory_bytes") if engine else None,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
         # Without an engine nothing here asks for vLLM's kernels.
         kernels=_kernels(quantization) if engine else (),
@@ -137,6 +139,7 @@ def batch_of(settings: Any, prompt_tokens: float | None, answer_tokens: float | 
         iterations=settings.num_iterations,
         updates=max(1, passes // settings.gradient_accumulation_steps),
         has_old=_has_old(settings, passes),
+        has_reference=_has_penalty(settings),
     )
 
 
@@ -155,9 +158,12 @@ def _samples(settings: Any) -> bool:
 
 def _has_reference(settings: Any, adapter: Any) -> bool:
     """Whether there is a second model for a KL penalty; without its adapter a PeftModel is its own reference."""
-    # The `beta` of a distillation chooses its divergence.
-    has_penalty = hasattr(settings, "num_generations") and settings.beta > 0
-    return has_penalty and adapter is None
+    return _has_penalty(settings) and adapter is None
+
+
+def _has_penalty(settings: Any) -> bool:
+    """Whether there is a KL penalty. The `beta` of a distillation chooses its divergence."""
+    return hasattr(settings, "num_generations") and settings.beta > 0
 
 
 def _teacher_of(name: str, config: PretrainedConfig, settings: Any, adapter: Any, fsdp2: bool) -> Teacher | None:
@@ -224,10 +230,14 @@ def _quantization_of(name: str, settings: Any) -> QuantizationConfig | None:
 
 
 def _optimizer_of(settings: Any) -> str:
-    """TRL's `optim`, or `"muon"`."""
+    """TRL's `optim`, or `"muon"`; `"sgd_momentum"` and the like if its arguments ask for momentum."""
     if getattr(settings, "optim_muon", False):
         return "muon"
-    return settings.optim.value
+    name = settings.optim.value
+    # By its arguments SGD and RMSprop have a moment more.
+    if "momentum" in (settings.optim_args or "") and name in ("sgd", "rmsprop"):
+        return f"{name}_momentum"
+    return name
 
 
 def _gathers_low_bits(settings: Any) -> bool:

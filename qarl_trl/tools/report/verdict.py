@@ -219,19 +219,22 @@ def _judge_reward(run: LoggedRun) -> Iterator[Judgement]:
         yield Judgement("unknown", text)
         return
 
+    # Rounded up, so that each has the three that a standard error needs.
+    length = math.ceil(len(rewards) / 4)
+    first = rewards[:length]
+    last = rewards[-length:]
+
     # Rewards have any unit, so a fall from the best quarter, which may lie anywhere, is measured by how far they went.
     means = quarters(run, "reward")
     best = max(means)
-    if best - means[-1] > 0.4 * np.ptp(rewards):
+    # Of nine batches noise alone goes that far in a quarter of all runs.
+    is_no_noise = _clearly_above(_best_before(rewards, length), last)
+    if best - means[-1] > 0.4 * np.ptp(rewards) and is_no_noise:
         text = _first_and_last(means[0], means[-1])
         advice = "Stop it, and look at the mismatch before the fall."
         yield Judgement("bad", f"{text}, {best:.3g} at its best: it fell", advice, COLLAPSED)
         return
 
-    # Rounded up, so that each has the three that a standard error needs.
-    length = math.ceil(len(rewards) / 4)
-    first = rewards[:length]
-    last = rewards[-length:]
     text = _first_and_last(first.mean(), last.mean())
     if _clearly_above(last, first):
         yield Judgement("good", f"{text}: it rises")
@@ -244,6 +247,14 @@ def _judge_reward(run: LoggedRun) -> Iterator[Judgement]:
 def _first_and_last(first: float, last: float) -> str:
     """The mean rewards of two quarters, in words."""
     return f"reward {first:.3g} in the first quarter of the run, {last:.3g} in the last"
+
+
+def _best_before(rewards: np.ndarray, length: int) -> np.ndarray:
+    """The best batches in a row that end before the last ones, both of that number."""
+    starts = range(len(rewards) - 2 * length + 1)
+    # A reward may fall in the middle of a quarter.
+    best = max(starts, key=lambda start: rewards[start : start + length].mean())
+    return rewards[best : best + length]
 
 
 def _clearly_above(high: np.ndarray, low: np.ndarray) -> bool:
@@ -266,9 +277,10 @@ def _judge_mismatch(run: LoggedRun) -> Judgement:
         return Judgement("unknown", "no log-prob mismatch was logged", advice, MISMATCH)
 
     text = f"mismatch {end:.2g} nats per token"
-    if kl > LARGEST_KL:
+    if kl > LARGEST_KL or (math.isnan(kl) and least_kl(end) > LARGEST_KL):
+        known = f"{kl:.2g}" if kl > LARGEST_KL else f"at least {least_kl(end):.2g}"
         advice = "Engine and learner are two policies: set quantize_learner=True, and one scheme in both."
-        return Judgement("bad", f"{text}: a KL of {kl:.2g}, above {LARGEST_KL}", advice, MISMATCH)
+        return Judgement("bad", f"{text}: a KL of {known}, above {LARGEST_KL}", advice, MISMATCH)
 
     # A mismatch far below the limit may double by chance.
     if end > 2 * start and end > LARGEST_KL:
@@ -286,6 +298,18 @@ def _judge_mismatch(run: LoggedRun) -> Judgement:
     if kl <= LARGEST_KL:
         return Judgement("good", f"{text}: a KL of {kl:.2g}, below {LARGEST_KL}")
     return Judgement("unknown", f"{text}; no noise floor was logged", "verify_sync measures it.", MISMATCH)
+
+
+def least_kl(mismatch: float) -> float:
+    """
+    The least `mismatch/kl_k3` that goes with a mean of abs(d): TRL logs the mean alone.
+
+    exp(d) - 1 - d is least for negative d, and convex in abs(d) there, so its mean is at least its value at the mean.
+
+    Args:
+        mismatch: That mean, nats per token.
+    """
+    return math.expm1(-mismatch) + mismatch
 
 
 def _samples(run: LoggedRun) -> bool:

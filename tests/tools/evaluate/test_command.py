@@ -324,6 +324,22 @@ async def digits(completions, **kwargs):
     return [float(any(character.isdigit() for character in text)) for text in completions]
 
 
+def no_sevens(completions, answer, **kwargs):
+    return [float(answer[0] != "4" or not text or 1 / 0) for text in completions]
+
+
+def surprise(completions, answer, **kwargs):
+    return [float("-inf") if text and answer[0] == "4" else 0.5 for text in completions]
+
+
+def moves(completions, **kwargs):
+    import os
+
+    os.makedirs("elsewhere", exist_ok=True)
+    os.chdir("elsewhere")
+    return [1.0] * len(completions)
+
+
 def needs_the_trainer(completions, trainer_state, **kwargs):
     return [0.0] * len(completions)
 """
@@ -356,6 +372,36 @@ def test_a_reward_that_cannot_be_called_is_refused_before_the_engine(capsys, mod
     line = stopped(capsys, *argv)
 
     assert "'needs_the_trainer' fails on an empty answer: TypeError" in line
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "message"),
+    [
+        ("no_sevens", ZeroDivisionError, "division by zero"),
+        # statistics fails at it with an AttributeError, after all suites.
+        ("surprise", ValueError, "'surprise' must give finite numbers or None, got [-inf"),
+    ],
+)
+def test_a_reward_that_fails_on_an_answer_leaves_all_completions(
+    models, sums, engine_calls, tmp_path, own_rewards, reward, error, message
+):
+    with pytest.raises(error) as raised:
+        evaluate(models / "w4a16", sums, "--reward_funcs", f"rewards_of_a_user.{reward}")
+
+    assert message in str(raised.value)
+    assert f"All completions so far are in {tmp_path}/out/completions.jsonl" in raised.value.__notes__[0]
+    rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in rows] == ["0", "2", "4", "6"]
+    assert [len(row["completions"]) for row in rows] == [4] * 4
+    # The third fails.
+    assert [row["rewards"] is None for row in rows] == [False, False, True, True]
+
+
+def test_scores_are_written_where_the_command_was_started(models, sums, engine_calls, tmp_path, own_rewards):
+    evaluate(models / "w4a16", sums, "--reward_funcs", "rewards_of_a_user.moves")
+
+    assert (tmp_path / "out" / "results.json").is_file()
+    assert not list((tmp_path / "elsewhere").rglob("*.json*"))
 
 
 def test_a_chat_prompt_has_a_chat_message_for_an_answer():
@@ -461,6 +507,39 @@ def test_results_are_not_overwritten(capsys, models, sums, engine_calls):
     line = stopped(capsys, str(models / "w4a16"), "--suite", sums, "--output_dir", "out")
 
     assert "new or empty" in line
+
+
+def test_evaluations_that_start_in_one_second_have_folders_of_their_own(
+    models, sums, engine_calls, monkeypatch, tmp_path
+):
+    # A script scores all checkpoints at once, one on each GPU. Each has its low-bit model in a folder of one name.
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-120000")
+    for step in (80, 160):
+        shutil.copytree(models / "w4a16", tmp_path / f"checkpoint-{step}" / "low_bit")
+        model = f"checkpoint-{step}/low_bit"
+        cli.main(["eval", model, "--suite", sums, "--max_new_tokens", "16", "--limit", "1"])
+
+    scored = {}
+    for file in (tmp_path / "runs" / "eval").glob("*/results.json"):
+        scored[file.parent.name] = json.loads(file.read_text())["model"]
+    assert scored == {
+        "low_bit-20260101-120000": "checkpoint-80/low_bit",
+        "low_bit-20260101-120000-2": "checkpoint-160/low_bit",
+    }
+
+
+def test_two_evaluations_with_one_empty_folder_do_not_overwrite_each_other(models, sums, engine_calls, tmp_path):
+    sampled = cli.run(
+        ["eval", str(models / "w4a16"), "--suite", sums, "--max_new_tokens", "16", "--output_dir", "out"]
+    )
+    # Another one that found the folder empty too, and was faster.
+    evaluate(models / "w4a16", sums)
+    first = (tmp_path / "out" / "completions.jsonl").read_bytes()
+
+    with pytest.raises(FileExistsError, match="completions.jsonl"):
+        sampled()
+
+    assert (tmp_path / "out" / "completions.jsonl").read_bytes() == first
 
 
 def test_an_answer_that_vllm_aborted_is_not_scored():

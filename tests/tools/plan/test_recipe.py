@@ -10,8 +10,10 @@ from trl import GRPOConfig, RLOOConfig
 
 from qarl_trl.cli import main
 from qarl_trl.methods import QARL, RLOO, Method
+from qarl_trl.tools.plan.memory.moments import moments
 from qarl_trl.tools.plan.recipe import read_settings
-from qarl_trl.tools.plan.settings import batch_of
+from qarl_trl.tools.plan.run import GIB, Hardware
+from qarl_trl.tools.plan.settings import batch_of, run_of
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -49,6 +51,45 @@ def test_a_rollout_batch_is_the_one_that_trl_makes_on_so_many_processes(tmp_path
     assert planned.updates == max(1, expected.steps_per_generation * settings.num_iterations // 8)
     # Every answer is in a micro-batch of one of the GPUs.
     assert planned.micro_batches * SIZES["per_device_train_batch_size"] * gpus == planned.answers
+
+
+def numbers_of(folder, *argv, gpus=1):
+    """The settings of a recipe with further options, and its run on so many GPUs of 79 GiB."""
+    settings, model_args = read_settings([*recipe(folder, **SIZES), *argv], gpus)
+    return settings, run_of(settings, model_args, Hardware(gpus, 79))
+
+
+def test_a_penalty_asks_a_reference_model(tmp_path):
+    for beta, expected in (("0.04", True), ("0.0", False)):
+        settings, _ = numbers_of(tmp_path, "--beta", beta)
+        assert batch_of(settings, None, None).has_reference is expected
+
+
+def test_a_cache_of_a_given_size_does_not_depend_on_the_share(tmp_path):
+    """vLLM leaves the share aside then."""
+    size = ("--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 2147483648}')
+    for share in ("0.3", "0.9"):
+        _, run = numbers_of(tmp_path, *size, "--vllm_gpu_memory_utilization", share)
+        assert moments(run)["rollout"]["key-value cache"] == 2 * GIB
+
+    # Control: without it the share decides.
+    _, run = numbers_of(tmp_path, "--vllm_gpu_memory_utilization", "0.9")
+    assert moments(run)["rollout"]["key-value cache"] > 60 * GIB
+
+
+@pytest.mark.parametrize(
+    ("argv", "laid_out_again"),
+    [
+        (["--quant_kernel", "engine"], True),
+        ([], False),
+        # Its products are those of bfloat16 weights.
+        (["--quant_kernel", "engine", "--quantize_learner", "false"], False),
+    ],
+)
+def test_the_engines_kernel_keeps_the_weights_twice(tmp_path, argv, laid_out_again):
+    _, run = numbers_of(tmp_path, *argv)
+
+    assert ("the kernels' layout of them" in moments(run)["backward"]) == laid_out_again
 
 
 def test_a_group_may_be_spread_over_gpus(tmp_path, capsys):

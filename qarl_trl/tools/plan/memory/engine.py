@@ -64,6 +64,10 @@ def cache_bytes(run: Run) -> int:
     if not run.engine:
         return 0
 
+    # It then leaves the share aside (`vllm/config/cache.py`).
+    if run.cache_size is not None:
+        return run.cache_size
+
     # vLLM measures weights and work at its start, and gives the cache all that is left of its share.
     share = int(run.utilization * run.memory)
     return share - engine_weights(run) - ENGINE_WORK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..run import FLOAT32, Parameter, Run
@@ -9,9 +10,22 @@ from ..run import FLOAT32, Parameter, Run
 
 # GPUs of a machine, whose processes share its memory; assumed, as of machines with NVLink.
 MACHINE = 8
-# Bytes an entry of two moments of bitsandbytes' optimizers in 8 bits: each a byte, and a float32 scale for 256 entries
-# (`bitsandbytes.optim.optimizer`). 2 * (1 + 4 / 256).
-TWO_MOMENTS_IN_8_BITS = 65 / 32
+# Moments that optimizers keep for each entry, by how their name begins without "paged_". All others count as AdamW,
+# which has two.
+MOMENTS = {
+    "sgd_momentum": 1,
+    "sgd": 0,
+    "lion": 1,
+    "rmsprop_momentum": 2,
+    "rmsprop": 1,
+    "adagrad": 1,
+    "ademamix": 3,
+    "schedule_free_sgd": 1,
+}
+# Bytes of an entry of a moment in 8 and in 4 bits, with a float32 scale for 256 entries: in
+# `bitsandbytes.optim.optimizer`, and in torchao as transformers calls it.
+MOMENT_IN_8_BITS = 1 + 4 / 256
+MOMENT_IN_4_BITS = 0.5 + 4 / 256
 
 
 def master_bytes(run: Run) -> int:
@@ -86,15 +100,39 @@ def _state_bytes(run: Run, parameter: Parameter) -> int:
     if optimizer in ("muon", "experts"):
         return entries * parameter.size
 
-    # bitsandbytes keeps two moments, in 8 bits but for embeddings.
-    if "8bit" in optimizer and "embed" not in parameter.name:
-        return int(entries * TWO_MOMENTS_IN_8_BITS)
+    if optimizer == "adafactor":
+        # A norm, and of a matrix the second moment of rows and columns in place of its entries.
+        kept = entries
+        if len(parameter.shape) > 1:
+            *others, rows, columns = parameter.shape
+            kept = math.prod(others) * (rows + columns) * entries // parameter.entries
+        return kept * parameter.size + 4
 
+    number = moments_of(optimizer)
+    if optimizer == "adamw_torch_4bit":
+        return int(number * entries * MOMENT_IN_4_BITS)
+    # bitsandbytes keeps those of embeddings in 32 bits, torchao does not.
+    if "8bit" in optimizer and (optimizer == "adamw_torch_8bit" or "embed" not in parameter.name):
+        return int(number * entries * MOMENT_IN_8_BITS)
     if "bit" in optimizer:
-        return 2 * FLOAT32 * entries
+        return number * FLOAT32 * entries
 
-    # torch's AdamW: two moments, and a float32 count of the steps.
-    return 2 * entries * parameter.size + 4
+    # torch's: moments like the weights, and a float32 count of the steps.
+    return number * entries * parameter.size + (4 if number else 0)
+
+
+def moments_of(optimizer: str) -> int:
+    """
+    How many moments an optimizer keeps for each entry of a parameter.
+
+    Args:
+        optimizer: As in [`Parameter`].
+    """
+    name = optimizer.removeprefix("paged_")
+    for beginning, number in MOMENTS.items():
+        if name.startswith(beginning):
+            return number
+    return 2
 
 
 def host_bytes(run: Run) -> int:

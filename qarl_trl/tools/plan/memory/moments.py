@@ -76,6 +76,9 @@ def _always_there(run: Run) -> dict[str, int]:
         # Kept from one optimizer step to the next, beside the master weights: forward, sync and export read them.
         "quantized values": sum(parameter.quantized for parameter in run.parameters),
     }
+    if run.engine_kernel:
+        # Beside them, because sync and export need those of a checkpoint.
+        sizes["the kernels' layout of them"] = sizes["quantized values"]
 
     if run.frozen:  # whose values never change
         sizes["dequantized matrices"] = kept_matrices(run)

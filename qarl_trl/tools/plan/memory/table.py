@@ -111,7 +111,7 @@ def _teacher_line(teacher: Teacher) -> str:
 def _engine_line(run: Run) -> str:
     line = f"engine of {run.engine_ranks} GPU(s): key-value cache for {cache_tokens(run):,} tokens"
     # A server has its GPUs for itself, so that any share fits.
-    if run.engine == "colocate":
+    if run.engine == "colocate" and run.cache_size is None:
         share = best_utilization(run)
         line += f"; vllm_gpu_memory_utilization: {f'at most {share:g}' if share else 'none'} would fit"
     return line

@@ -29,6 +29,7 @@ class Batch:
         iterations: How often they are trained.
         updates: Optimizer steps.
         has_old: Whether a forward of its own computes the log-probs before the updates.
+        has_reference: Whether there is a KL penalty, for which a reference model computes log-probs too.
     """
 
     answers: int
@@ -40,6 +41,7 @@ class Batch:
     iterations: int = 1
     updates: int = 1
     has_old: bool = True
+    has_reference: bool = False
 
 
 def answer_lengths(count: int, mean: float, longest: int) -> list[int]:

@@ -43,11 +43,19 @@ class Measured:
         Raises:
             ValueError: if it has no times, or none after the first rollout batch.
         """
-        rows = [row for row in log if "time/update" in row and row["step"] > updates]
+        rows = []
+        end_of_line_before = 0
+        for row in log:
+            if "time/update" not in row:
+                continue
+            # A line has means over the steps since the one before it.
+            if end_of_line_before >= updates:
+                rows.append(row)
+            end_of_line_before = row["step"]
         if not rows:
             raise ValueError(
-                f"the log must have time/update after step {updates}, the end of the first rollout batch, and has "
-                "none: let the run train longer."
+                f"the log must have time/update of steps after step {updates} alone, the end of the first rollout "
+                "batch, and has none: let the run train longer."
             )
 
         # Every step logs its times, 0 seconds for a rollout that is not in it. TRL logs means over steps.

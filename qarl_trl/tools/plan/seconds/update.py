@@ -30,6 +30,10 @@ def update_seconds(run: Run, batch: Batch, gpu: Gpu, costs: Costs = COSTS) -> fl
     seconds = trained * (learner.forward_per_micro_batch() + learner.backward_per_micro_batch() + costs.micro_batch)
     if batch.has_old:
         seconds += batch.micro_batches * learner.forward_per_micro_batch()
+    if batch.has_reference:
+        # The base of an adapter, as the learner multiplies by it; otherwise a second model, in high precision.
+        reference = learner if run.has_adapter else replace(learner, run=replace(run, low_bit_forward=False))
+        seconds += batch.micro_batches * reference.forward_per_micro_batch()
 
     seconds += batch.updates * (optimizer_seconds(run, gpu, costs) + learner.keep_matrices_per_update())
     # The sync has the last quantizing of a rollout batch.

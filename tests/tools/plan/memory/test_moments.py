@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig
 from slow.toys import save_model
 from test_trainer import make
+from trl import ModelConfig
 
 from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.quantize import quantize_weight
@@ -15,6 +16,8 @@ from qarl_trl.tools.plan.memory.backward import activations
 from qarl_trl.tools.plan.memory.engine import cache_bytes, cache_tokens, synced_bytes
 from qarl_trl.tools.plan.memory.learner import optimizer_state, trained_bytes
 from qarl_trl.tools.plan.memory.moments import moments
+from qarl_trl.tools.plan.run import Hardware, Parameter
+from qarl_trl.tools.plan.settings import run_of
 from tools.plan.runs import example_run, nbytes, resident
 
 
@@ -97,6 +100,73 @@ def test_tensors_of_a_trainer_after_an_update(folders, tmp_path, kind, muon, lor
         other = "adamw_torch" if trainer.args.optim_muon else "muon"
         other_run = replace(run, parameters=meta.parameters(skeleton, other))
         assert resident(other_run)["optimizer state"] != tensors["optimizer state"]
+
+
+@pytest.mark.parametrize(
+    ("optim", "arguments"),
+    [
+        ("sgd", None),
+        ("sgd", "momentum=0.9"),
+        ("adafactor", None),
+        ("adagrad", None),
+        ("rmsprop", None),
+        ("rmsprop", "momentum=0.9"),
+    ],
+)
+def test_the_state_of_other_optimizers_is_not_adamws(folders, tmp_path, optim, arguments):
+    changes = {"optim": optim, "optim_args": arguments}
+    trainer = make(folders["dense"], tmp_path, max_steps=1, export_low_bit=False, **changes)
+    trainer.train()
+
+    hardware = Hardware(1, 24)
+    run = run_of(trainer.args, ModelConfig(model_name_or_path=str(folders["dense"])), hardware)
+
+    measured = resident_tensors(trainer).get("optimizer state", 0)
+    # Counts of steps and norms are the difference.
+    assert optimizer_state(run) == pytest.approx(measured, abs=4 * len(run.parameters))
+
+
+@pytest.mark.parametrize(
+    ("optim", "bytes_of_an_entry"),
+    [
+        ("adamw_torch", 8),
+        ("lion_32bit", 4),
+        ("paged_lion_32bit", 4),
+        ("lion_8bit", 1 + 4 / 256),
+        ("rmsprop_bnb_8bit", 1 + 4 / 256),
+        ("paged_ademamix_32bit", 12),
+        ("ademamix_8bit", 3 * (1 + 4 / 256)),
+        ("adamw_torch_8bit", 2 * (1 + 4 / 256)),
+        ("adamw_torch_4bit", 1 + 8 / 256),
+        ("schedule_free_adamw", 8),
+    ],
+)
+def test_moments_are_counted_by_the_optimizers_name(optim, bytes_of_an_entry):
+    """Those that are not installed here."""
+    config = meta.read_config("Qwen/Qwen2.5-0.5B")
+    matrix = Parameter("layers.0.mlp.up_proj.weight", (4096, 512), 4, "layers.0.", optim)
+    embedding = Parameter("embed_tokens.weight", (4096, 512), 4, "", optim)
+    entries = 4096 * 512
+
+    def state_of(parameter):
+        run = example_run(meta.model_without_weights(config, torch.float32), config, parameters=(parameter,))
+        return optimizer_state(run, paged=optim.startswith("paged"))
+
+    assert state_of(matrix) == pytest.approx(bytes_of_an_entry * entries, abs=4)
+    # bitsandbytes has those of embeddings in 32 bits, torchao has not.
+    if "8bit" in optim and optim != "adamw_torch_8bit":
+        bytes_of_an_entry = 4 * round(bytes_of_an_entry)
+    assert state_of(embedding) == pytest.approx(bytes_of_an_entry * entries, abs=4)
+
+
+def test_the_engines_kernels_lay_the_quantized_values_out_again(folders):
+    config = meta.read_config(folders["dense"])
+    skeleton = meta.model_without_weights(config, torch.float32, None, "W4A16")
+    run = example_run(skeleton, config, engine_kernel=True)
+
+    assert moments(run)["backward"]["the kernels' layout of them"] == moments(run)["backward"]["quantized values"]
+    # Control: torch's products read them as they are.
+    assert "the kernels' layout of them" not in moments(replace(run, engine_kernel=False))["backward"]
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -280,6 +280,26 @@ def test_a_measured_rollout_batch_is_the_mean_without_the_first():
         Measured.from_log(log_of(16, rollout=0.0), updates=8)
 
 
+def test_a_line_that_has_the_first_rollout_batch_among_others_is_left_out():
+    """With TRL's default of 10 steps a line, kernels that compiled in the first 8 were a part of the mean."""
+    lines = []
+    rows = log_of(80)
+    for end in range(10, 81, 10):
+        line = {"step": end}
+        for name in ("time/rollout", "time/sync", "time/update", "completions/mean_length"):
+            values = [row[name] for row in rows[end - 10 : end]]
+            line[name] = sum(values) / len(values)
+        lines.append(line)
+    # Other lines are none of the steps.
+    lines.insert(3, {"step": 30, "eval_loss": 1.0})
+
+    run = Measured.from_log(lines, updates=8)
+
+    assert run.seconds.update == pytest.approx(8 * 24.0)
+    with pytest.raises(ValueError, match="after step 8"):
+        Measured.from_log(lines[:1], updates=8)
+
+
 def test_a_fitted_estimate_of_the_run_itself_is_what_was_measured(tmp_path):
     folder = save(tmp_path, log_of(24))
     plain = arms_of(SMALL, "4090", answer_tokens=600)

@@ -221,6 +221,18 @@ def test_an_adapter_has_no_gradients_of_the_matrices():
     assert adapter == pytest.approx(full - saved, rel=0.03)
 
 
+@pytest.mark.parametrize(("scheme", "lora"), [("W4A16", False), ("W4A16", True), ("FP8_DYNAMIC", False)])
+def test_a_reference_model_takes_one_forward_more(scheme, lora):
+    run = run_of("Qwen/Qwen3-8B", scheme, lora=lora)
+    # A second model is in high precision; an adapter is left out of the low-bit one.
+    of_reference = run if lora else replace(run, low_bit_forward=False)
+    forward = Learner(of_reference, batch_of(), H200, COSTS).forward_per_micro_batch()
+
+    more = update_seconds(run, batch_of(has_reference=True), H200) - update_seconds(run, batch_of(), H200)
+
+    assert more == pytest.approx(8 * forward)
+
+
 def test_launching_hides_computing_except_for_a_share():
     costs = replace(FREE, launch_layer=1.0, launch_backward=1.5, not_hidden=0.2)
     run = run_of("Qwen/Qwen3-8B")
