@@ -161,11 +161,11 @@ def test_noise_is_no_fall():
     assert "it rises" in judge_log(log_with_rewards(*rising))[0].text
 
     # Control: as much noise, and a reward that collapses.
-    found = 0
+    fallen = 0
     for _ in range(100):
         rewards = np.array([0.3, 0.4, 0.5, 0.5, 0.6, 0.6, 0.05, 0.05, 0.05]) + generator.normal(0, 0.08, 9)
-        found += "it fell" in texts_of(judge_log(log_with_rewards(*rewards.tolist())))
-    assert found > 95
+        fallen += "it fell" in texts_of(judge_log(log_with_rewards(*rewards.tolist())))
+    assert fallen > 95
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_large_mismatch_of_plain_trl_is_wrong_although_trl_logs_no_kl():
         assert not judgements_of_level(log_of_trl(base), "bad")
 
 
-def test_theleast_kl_is_below_that_of_any_log_probs():
+def test_the_least_kl_is_below_that_of_any_log_probs():
     generator = np.random.default_rng(0)
     for differences in (generator.normal(0, 0.3, 1000), np.full(10, -0.3), generator.exponential(0.2, 1000) - 0.1):
         kl = np.mean(np.expm1(differences) - differences)
