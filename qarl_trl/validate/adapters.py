@@ -59,7 +59,7 @@ def check_saved(model: Any) -> None:
 
     from peft import get_peft_model_state_dict  # optional, so only here
 
-    saved = set()
+    saved: set[int] = set()
     for adapter in model.peft_config:
         # It has embeddings that were resized, too.
         tensors = get_peft_model_state_dict(model, adapter_name=adapter)
