@@ -16,6 +16,8 @@ import pytest
 import torch
 from slow import toys
 from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -108,6 +110,25 @@ def make_vision_model(**changes):
     eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
     torch.manual_seed(0)
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eye, **changes))
+
+
+def make_neox_model():
+    """A GPT-NeoX of one layer. In its files the head has another name than in the model."""
+    config = GPTNeoXConfig(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
+    torch.manual_seed(0)
+    return GPTNeoXForCausalLM(config)
 
 
 def make_tokenizer(characters=CHARACTERS):

@@ -380,6 +380,62 @@ def test_export_of_an_adapter_without_all_weights_is_refused(checkpoint, tmp_pat
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def save_adapter(base, folder, name="default", rows=None):
+    """An adapter with random factors, perhaps on a base whose embedding was resized; returns its `PeftModel`."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if rows is not None:
+        model.resize_token_embeddings(rows)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config, adapter_name=name)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(("name", "rows"), [("policy", None), ("default", 72)], ids=["named", "resized"])
+def test_export_takes_an_adapter_with_a_name_and_one_with_a_resized_embedding(checkpoint, tmp_path, name, rows):
+    """peft saves the one into a folder of its own, and the other with all rows, also those without a token."""
+    from quant.schemes import same_tensors
+    from safetensors.torch import load_file
+
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    model = save_adapter(checkpoint, tmp_path / "adapter", name, rows)
+
+    cli.run(["export", str(tmp_path / "adapter"), str(tmp_path / "out")])
+
+    expected = dict(iter_low_bit_weights(apply_quantization(model, "W4A16")))
+    assert same_tensors(load_file(tmp_path / "out" / "model.safetensors"), expected)
+
+
+def test_export_of_what_it_cannot_choose_or_read_is_one_line(checkpoint, tmp_path):
+    source = tmp_path / "several"
+    save_adapter(checkpoint, source, "policy")
+    # TRL's reference is no policy.
+    shutil.copytree(source / "policy", source / "ref")
+    cli.run(["export", str(source), str(tmp_path / "control")])
+    shutil.copytree(source / "policy", source / "other")
+    with pytest.raises(ValueError, match=r"several has several adapters \(other, policy\)"):
+        cli.run(["export", str(source), str(tmp_path / "out")])
+
+    # A base of another width, as if somebody had moved another model to its place.
+    base = tmp_path / "base"
+    shutil.copytree(checkpoint, base)
+    save_adapter(base, tmp_path / "adapter")
+    make_model(hidden_size=256).save_pretrained(base)
+    with pytest.raises(ValueError, match=r"adapter does not fit its base: .*size mismatch for .*q_proj") as error:
+        cli.run(["export", str(tmp_path / "adapter"), str(tmp_path / "out")])
+    assert "\n" not in str(error.value)
+
+    sharded = tmp_path / "sharded"
+    (sharded / "pytorch_model_fsdp_0").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"in FSDP's shards \(pytorch_model_fsdp_0\).*low_bit"):
+        cli.run(["export", str(sharded), str(tmp_path / "out")])
+
+
 def test_export_names_a_template_that_an_earlier_model_left(checkpoint, tmp_path, capsys):
     """Other files in the output stay, and an engine uses this one."""
     cli.main(["export", str(checkpoint), str(tmp_path / "out")])

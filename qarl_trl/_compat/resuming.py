@@ -16,9 +16,9 @@ def restore_master_weights(model: PreTrainedModel, folder: str) -> None:
     """
     Copy the weights of a training checkpoint into a model that `save_pretrained` stores under other names, in place.
 
-    It stores experts one by one, and models of several parts under older names. The Trainer resumes by
-    `load_state_dict` (`Trainer._load_from_checkpoint`, transformers 5.17), which does not know those names: it would
-    warn and continue with the initial weights.
+    It stores experts one by one, and models of several parts and some others, such as GPT-NeoX, under older names.
+    The Trainer resumes by `load_state_dict` (`Trainer._load_from_checkpoint`, transformers 5.17), which does not know
+    those names: it would warn and continue with the initial weights.
 
     Args:
         model: The model, with the policy's names.

@@ -21,7 +21,7 @@ from trl.trainer.utils import RepeatSampler
 from .._compat.resuming import restore_default_adapter, restore_master_weights
 from ..guards import on_first
 from ..quant.layers.experts import expert_modules
-from ..quant.names import is_peft_model
+from ..quant.names import file_conversions, is_peft_model
 from ..quant.store import LowBitStore
 from .changes import rows_per_update
 from .folder import INCOMING, commit, read_manifest, rotate
@@ -378,17 +378,18 @@ class CheckpointMixin(ModelMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """
-        The Trainer's method, but for two kinds of models that `save_pretrained` stores under other names than the
-        model has: those with experts and those of several parts, such as a vision tower and a language model. Of
-        several adapters, as a `PeftModel` has with a KL penalty, it loads all.
+        The Trainer's method, but for models that `save_pretrained` stores under other names than the model has: those
+        with experts, those of several parts, such as a vision tower and a language model, and some others, such as
+        GPT-NeoX. Of several adapters, as a `PeftModel` has with a KL penalty, it loads all.
         """
         module = self._unwrapped
         # FSDP, DeepSpeed and peft write the files by the model's own names.
         is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
         stored_by_own_names = is_peft_model(module) or is_sharded
         is_one_part = module.config.get_text_config() is module.config and not any(expert_modules(module))
+        is_plain = is_one_part and not file_conversions(module)
 
-        if stored_by_own_names or is_one_part:
+        if stored_by_own_names or is_plain:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if is_peft_model(module) and not is_sharded:
                 restore_default_adapter(module, resume_from_checkpoint)

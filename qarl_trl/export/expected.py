@@ -105,16 +105,20 @@ def model_tensors(config: PretrainedConfig, layouts: Layouts) -> dict[str, Tenso
         owner, _, local = name.rpartition(".")
         module = model.get_submodule(owner)
 
+        ignore = layouts.config.ignore or []
         # transformers stacks all experts of a layer; a checkpoint has a linear layer for each expert and projection.
         if owner in experts:
             # As in `quant/match.py`: a pattern for the module or its class means all of its experts.
-            ignored = match_targets(rename(owner), module, layouts.config.ignore or [])
+            ignored = match_targets(rename(owner), module, ignore)
             for layer, matrix in _expert_layers(owner, module, local, tensor):
                 # The module itself is no linear layer, and targets may be names of classes.
                 linear = None if ignored else nn.Linear(1, 1, device="meta")
                 tensors |= _weight_tensors(rename(f"{layer}.weight"), matrix, linear, layouts)
         else:
-            tensors |= _weight_tensors(rename(name), tensor, module, layouts)
+            # A layer may have another name in the model than in its files (the head of GPT-NeoX). `_weight_tensors`
+            # asks for that of the files.
+            ignored = match_targets(owner, module, ignore)
+            tensors |= _weight_tensors(rename(name), tensor, None if ignored else module, layouts)
     return tensors
 
 

@@ -82,6 +82,16 @@ def check_apart(folder: str | os.PathLike[str], field: str, model: str | os.Path
         )
 
 
+def is_of_run(name: str) -> bool:
+    """
+    Whether a run makes folders of this name in its output folder.
+
+    Args:
+        name: The name of a folder.
+    """
+    return _OF_A_RUN.fullmatch(name) is not None
+
+
 def tensor_shapes(folder: str | os.PathLike) -> dict[str, tuple[int, ...]]:
     """
     Read the shapes of all tensors in a folder's `*.safetensors`, without their content.

@@ -84,10 +84,13 @@ def _ignored(model: nn.Module) -> list[str]:
     """
     Checkpoint names of the layers that stay in high precision, in llm-compressor's order.
 
-    Routers are listed too: transformers has its own classes for them, but an engine makes them linear layers.
+    Routers are listed too: transformers has its own classes for them, but an engine makes them linear layers. A layer
+    that has another name in the model than in its files comes last by that of the model, which transformers looks for.
     """
     experts: dict[str, Any] = dict(expert_modules(model))
+    rename = checkpoint_renaming(model)
     names: list[str] = []
+    names_in_model: list[str] = []
     for name, module in checkpoint_modules(model):
         if name in experts and not isinstance(module, QuantExperts):
             names += _ignored_experts(name, module)
@@ -96,9 +99,11 @@ def _ignored(model: nn.Module) -> list[str]:
             continue
         elif isinstance(module, nn.Linear) or _ROUTER_CLASS.search(type(module).__name__):
             names.append(name)
+            # It has classes of its own for routers, and they match no target.
+            if isinstance(module, nn.Linear) and rename(name) != name:
+                names_in_model.append(name)
 
-    rename = checkpoint_renaming(model)
-    return [rename(name) for name in names]
+    return [rename(name) for name in names] + names_in_model
 
 
 def _ignored_experts(name: str, module: nn.Module) -> list[str]:

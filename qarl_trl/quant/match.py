@@ -1,13 +1,14 @@
 """Which layers of a model a plan quantizes, and what is refused before any of them changes.
 
-Patterns match as in compressed-tensors, by the names of a checkpoint. Experts match by the linear layers that a
-checkpoint has in their place.
+Patterns match as in compressed-tensors, by the names of the model and by those of its files: a user reads the former,
+a quantized checkpoint has the latter. Experts match by the linear layers that a checkpoint has in their place.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_known_layout, layer_names, layout_of
 from .layers.layer import quantized_modules
-from .names import base_model, checkpoint_modules, is_peft_model
+from .names import base_model, checkpoint_modules, checkpoint_renaming, is_peft_model
 from .patterns import check_patterns, patterns_of
 from .quantize import PACKED_TOGETHER
 from .scheme import ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
@@ -60,7 +61,8 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
     """
     experts = dict(expert_modules(model))
     modules = list(checkpoint_modules(model))
-    _check_patterns(plan, modules, experts)
+    names_of = names_for_patterns(model)
+    _check_patterns(plan, modules, experts, names_of)
 
     matched = []
     for name, module in modules:
@@ -72,10 +74,10 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
 
         if name in experts:
             weights = _expert_layers(name, module)
-            scheme = _scheme_of_experts(name, module, weights, plan)
+            scheme = _scheme_of_experts(name, module, weights, plan, names_of)
         else:
             weights = {"weight": [name]}
-            scheme = scheme_for(name, base, plan)
+            scheme = _scheme_of_layer(names_of(name), base, plan)
         if scheme is not None:
             for layers in weights.values():
                 for layer in layers:
@@ -92,6 +94,48 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
             f"The model has matrices in {_classes_with_matrices(model)}; only Linear can be quantized."
         )
     return matched
+
+
+def names_for_patterns(model: nn.Module) -> Callable[[str], list[str]]:
+    """
+    Return a function from the name of a module to the names by which patterns may mean it: its own, and that in the
+    files of the model if that is another one, as of Mixtral, GPT-NeoX and many models with images.
+
+    Args:
+        model: The model, or a `PeftModel`.
+    """
+    rename = checkpoint_renaming(model)
+
+    def names_of(name: str) -> list[str]:
+        # Some of transformers' patterns need the end of a parameter's name.
+        in_files = rename(f"{name}.weight").removesuffix(".weight")
+        return [name] if in_files == name else [name, in_files]
+
+    return names_of
+
+
+def _scheme_of_layer(names: list[str], module: nn.Module, plan: QuantizationConfig) -> QuantizationScheme | None:
+    """
+    The scheme of a linear layer.
+
+    Args:
+        names: Its names, from [`names_for_patterns`].
+        module: The layer; targets may name its class.
+        plan: The plan.
+    """
+    if any(match_targets(name, module, plan.ignore or []) for name in names):
+        return None
+
+    by_class = []
+    for name in names:
+        scheme = scheme_for(name, module, plan)
+        if scheme is None:
+            continue
+        # Names of classes come last.
+        if any(match_name(name, target) for target in scheme.targets):
+            return scheme
+        by_class.append(scheme)
+    return by_class[0] if by_class else None
 
 
 def _check_one_group(layer: str, plan: QuantizationConfig) -> None:
@@ -117,15 +161,21 @@ def _check_one_group(layer: str, plan: QuantizationConfig) -> None:
 
 
 def _check_patterns(
-    plan: QuantizationConfig, modules: list[tuple[str, nn.Module]], experts: dict[str, nn.Module]
+    plan: QuantizationConfig,
+    modules: list[tuple[str, nn.Module]],
+    experts: dict[str, nn.Module],
+    names_of: Callable[[str], list[str]],
 ) -> None:
     """Refuse (`ValueError`) a pattern of the plan that would match endlessly."""
-    names = [name for name, _ in modules]
+    own_names = [name for name, _ in modules]
     for name, module in experts.items():
         if has_known_layout(module):
             for parameter in PROJECTIONS:
-                names += layer_names(name, module, parameter)
+                own_names += layer_names(name, module, parameter)
 
+    names = []
+    for name in own_names:
+        names += names_of(name)
     check_patterns(patterns_of(plan), names)
 
 
@@ -156,14 +206,18 @@ def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
 
 
 def _scheme_of_experts(
-    name: str, module: nn.Module, weights: dict[str, list[str]], plan: QuantizationConfig
+    name: str,
+    module: nn.Module,
+    weights: dict[str, list[str]],
+    plan: QuantizationConfig,
+    names_of: Callable[[str], list[str]],
 ) -> QuantizationScheme | None:
     """
     The scheme of a module of experts. Patterns match the linear layers that a checkpoint has instead of it.
 
     llm-compressor matches them too; in addition, an ignore pattern for the module or its class means all of it.
     """
-    if match_targets(name, module, plan.ignore or []):
+    if any(match_targets(each, module, plan.ignore or []) for each in names_of(name)):
         return None
 
     # A checkpoint has these layers, the model does not. This one stands for them where a target names a class.
@@ -171,7 +225,7 @@ def _scheme_of_experts(
     schemes = {}
     for layers in weights.values():
         for layer in layers:
-            schemes[layer] = scheme_for(layer, linear, plan)
+            schemes[layer] = _scheme_of_layer(names_of(layer), linear, plan)
 
     scheme = schemes[weights["down_proj"][0]]
     others = [layer for layer, other in schemes.items() if other is not scheme]

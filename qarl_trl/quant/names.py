@@ -170,20 +170,33 @@ def checkpoint_renaming(model: nn.Module) -> Callable[[str], str]:
     if not isinstance(model, PreTrainedModel):
         return str  # the name itself
 
-    # `from_pretrained` leaves there what it applied.
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:
-        # `save_pretrained` does the same for a model that was not loaded from a file.
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        # A change of prefix is of a checkpoint's file, and a model that was built from scratch has none.
-        conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
-
     # The way back from the names in the model: each step reversed, the last one first.
     renamings = []
-    for conversion in reversed(conversions):
+    for conversion in reversed(file_conversions(model)):
         if isinstance(conversion, WeightRenaming):
             renamings.append(conversion.reverse_transform())
     return partial(_renamed, renamings=renamings)
+
+
+def file_conversions(model: PreTrainedModel) -> list[Any]:
+    """
+    What transformers does to the names and tensors of a file when it loads a model, and undoes in `save_pretrained`.
+
+    Args:
+        model: A transformers model.
+
+    Returns:
+        transformers' steps; empty for a model that is stored by its own names, as most are.
+    """
+    # `from_pretrained` leaves there what it applied.
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        return list(conversions)
+
+    # `save_pretrained` does the same for a model that was not loaded from a file.
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    # A change of prefix is of a checkpoint's file, and a model that was built from scratch has none.
+    return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
 
 def _renamed(name: str, renamings: list[WeightRenaming]) -> str:

@@ -157,11 +157,46 @@ def _scheme(args: argparse.Namespace, source: ExportSource) -> str | Quantizatio
 
 def _find_source(args: argparse.Namespace) -> ExportSource:
     """Find out what the user gave, and check it, without reading weights."""
-    from ..export.files import ADAPTER_CONFIG
+    from ..export.files import ADAPTER_CONFIG, LOW_BIT_FOLDER
 
-    if Path(args.checkpoint, ADAPTER_CONFIG).is_file():
-        return _adapter(args)
+    checkpoint = Path(args.checkpoint)
+    named = _named_adapters(checkpoint)
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        of_run = [name for name in named if _is_in_manifest(checkpoint, f"{name}/{ADAPTER_CONFIG}")]
+        if of_run:
+            print(f"{checkpoint} has several adapters: 'default' is exported, and not {', '.join(of_run)}.")
+        return _adapter(args, args.checkpoint)
+    if len(named) > 1:
+        raise ValueError(f"{checkpoint} has several adapters ({', '.join(named)}). Move all but one of them away.")
+    if named:
+        return _adapter(args, str(checkpoint / named[0]))
+
+    shards = sorted(folder.name for folder in checkpoint.glob("pytorch_model_fsdp*") if folder.is_dir())
+    if shards and not (checkpoint / "config.json").is_file():
+        raise ValueError(
+            f"{checkpoint} has the master weights in FSDP's shards ({shards[0]}), which this command does not read. "
+            f"With export_low_bit the low-bit model is in {checkpoint / LOW_BIT_FOLDER}."
+        )
     return _full_checkpoint(args.checkpoint)
+
+
+def _named_adapters(checkpoint: Path) -> list[str]:
+    """The adapters that peft saved into folders of their names, as it does with all but "default"."""
+    from ..export.files import ADAPTER_CONFIG, is_of_run
+
+    names = sorted(file.parent.name for file in checkpoint.glob(f"*/{ADAPTER_CONFIG}"))
+    # TRL keeps the start of the run in the second.
+    return [name for name in names if not is_of_run(name) and name != "ref"]
+
+
+def _is_in_manifest(checkpoint: Path, name: str) -> bool:
+    """Whether a folder is a training checkpoint with this file."""
+    from ..checkpoints.folder import read_manifest
+
+    try:
+        return name in read_manifest(checkpoint)["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _full_checkpoint(name: str) -> ExportSource:
@@ -203,29 +238,30 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
     return model
 
 
-def _adapter(args: argparse.Namespace) -> ExportSource:
-    """A LoRA adapter, to be merged into its base."""
+def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
+    """A LoRA adapter, to be merged into its base; `adapter` is its folder, in or below that of `args`."""
     from peft import PeftConfig
 
-    from ..export.files import base_of
+    from ..export.files import base_of, tensor_shapes
     from ..quant.source import quantized_source
 
     # On a language model peft would drop the head of a classifier, in silence.
-    task = PeftConfig.from_pretrained(args.checkpoint).task_type
+    task = PeftConfig.from_pretrained(adapter).task_type
     if task not in (None, "CAUSAL_LM"):
-        raise ValueError(f"task_type of the adapter in {args.checkpoint} must be CAUSAL_LM, got {task}.")
+        raise ValueError(f"task_type of the adapter in {adapter} must be CAUSAL_LM, got {task}.")
 
-    base, revision = base_of(Path(args.checkpoint))
+    tensor_shapes(adapter)  # refuses a file that is cut off
+    base, revision = base_of(Path(adapter))
     hub = {"revision": revision} if revision else {}
     quantized_base = quantized_source(base, **hub)
     if quantized_base is not None:
-        return _adapter_of_quantized_base(args, quantized_base, hub)
+        return _adapter_of_quantized_base(args, adapter, quantized_base, hub)
 
-    return ExportSource(base=base, load=partial(_load_onto_whole_base, base, args.checkpoint, hub))
+    return ExportSource(base=base, load=partial(_load_onto_whole_base, base, adapter, args.checkpoint, hub))
 
 
-def _load_onto_whole_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
-    """The adapter as a `PeftModel`, on its base in high precision."""
+def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str, Any]) -> Any:
+    """The adapter as a `PeftModel`, on its base in high precision; `tokenizer` is the folder of the tokenizer."""
     import transformers
     from peft import PeftConfig
     from transformers import AutoTokenizer
@@ -237,10 +273,28 @@ def _load_onto_whole_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
     # Not by PEFT's class for both, which would take a base that lacks weights.
     model = _load_whole(base, architecture, **hub)
     # As that class does: a training may have added tokens.
-    tokens = len(AutoTokenizer.from_pretrained(adapter))
-    if tokens > model.get_input_embeddings().num_embeddings:
+    tokens = len(AutoTokenizer.from_pretrained(tokenizer))
+    # Of an embedding that a script resized, also beyond its tokenizer, the adapter has all rows.
+    saved_rows = _rows_of_embedding(model, adapter)
+    if saved_rows is not None:
+        model.resize_token_embeddings(saved_rows, mean_resizing=False)
+    elif tokens > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(tokens)
     return _with_adapter(model, adapter)
+
+
+def _rows_of_embedding(model: Any, adapter: str) -> int | None:
+    """The number of rows of the embedding in an adapter's file; `None` if it has none, as most."""
+    from ..export.files import shapes_in, weight_files
+
+    embedding = model.get_input_embeddings().weight
+    shapes = shapes_in(weight_files(Path(adapter)))
+    for name, parameter in model.named_parameters():
+        # peft's names begin so.
+        shape = shapes.get(f"base_model.model.{name}")
+        if parameter is embedding and shape is not None:
+            return shape[0]
+    return None
 
 
 def _with_adapter(model: Any, adapter: str) -> Any:
@@ -253,12 +307,19 @@ def _with_adapter(model: Any, adapter: str) -> Any:
             return PeftModel.from_pretrained(model, adapter)
         except UserWarning as warning:
             raise ValueError(f"{adapter} lacks weights of its adapter: {warning} Copy or save it again.") from warning
+        except RuntimeError as error:
+            # torch's, with a line for each tensor.
+            reason = " ".join(str(error).split())
+            raise ValueError(f"The adapter {adapter} does not fit its base: {reason}") from error
 
 
 def _adapter_of_quantized_base(
-    args: argparse.Namespace, quantized_base: QuantizedSource, hub: dict[str, Any]
+    args: argparse.Namespace, adapter: str, quantized_base: QuantizedSource, hub: dict[str, Any]
 ) -> ExportSource:
-    """A LoRA adapter whose base is a compressed-tensors checkpoint; `hub` has the base's revision, if it has one."""
+    """
+    A LoRA adapter in the folder `adapter` whose base is a compressed-tensors checkpoint; `hub` has the base's
+    revision, if it has one.
+    """
     from ..export.files import BASE_CONFIG, check_base
 
     changes_layers = args.group_size or args.targets != DEFAULT_TARGETS or args.ignore is not None
@@ -266,13 +327,13 @@ def _adapter_of_quantized_base(
         raise ValueError("--group_size, --targets and --ignore need --scheme: without it the base's own are used.")
 
     # Only an adapter that was trained beside a frozen base has this file.
-    frozen = Path(args.checkpoint, BASE_CONFIG).is_file()
+    frozen = Path(adapter, BASE_CONFIG).is_file()
     if frozen:
-        check_base(Path(args.checkpoint), quantized_base.folder)
+        check_base(Path(adapter), quantized_base.folder)
 
     return ExportSource(
         base=quantized_base.name,
-        load=partial(_load_onto_quantized_base, quantized_base.name, args.checkpoint, hub),
+        load=partial(_load_onto_quantized_base, quantized_base.name, adapter, hub),
         quantized_base=quantized_base,
         frozen=frozen,
     )

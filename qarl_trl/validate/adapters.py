@@ -40,6 +40,39 @@ def check_adapter(config: Any, args: RunSettings) -> None:
         raise ValueError("optim_muon must be False with LoRA: Muon steps of A and B are no Muon step of W + s B A.")
 
 
+def check_saved(model: Any) -> None:
+    """
+    Refuse a `PeftModel` that trains parameters which peft does not save: a resumed run would begin with their first
+    values, and a saved adapter would be another policy than the one that was trained.
+
+    Args:
+        model: The trainer's `PeftModel`.
+
+    Raises:
+        ValueError: with the name of one.
+    """
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    # All that peft makes, of whichever adapter.
+    others = [name for name in trained if "lora_" not in name and ".modules_to_save." not in name]
+    if not others:
+        return
+
+    from peft import get_peft_model_state_dict  # optional, so only here
+
+    saved: set[int] = set()
+    for adapter in model.peft_config:
+        # It has embeddings that were resized, too.
+        tensors = get_peft_model_state_dict(model, adapter_name=adapter)
+        saved.update(tensor.data_ptr() for tensor in tensors.values())
+    lost = [name for name in others if trained[name].data_ptr() not in saved]
+    if lost:
+        raise ValueError(
+            f"The PeftModel trains {len(lost)} parameters beside its adapter, first {lost[0]!r}, which no file of the "
+            "adapter has: a resumed run and whoever loads the adapter would lose them. Name their modules in "
+            "modules_to_save of the adapter, or set requires_grad=False."
+        )
+
+
 def _check_served(config: Any) -> None:
     """Refuse (`ValueError`) settings of an adapter that vLLM would not apply on top of a frozen base."""
     for name in NOT_SERVED:

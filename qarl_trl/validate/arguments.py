@@ -14,9 +14,9 @@ from transformers.utils import is_bitsandbytes_available
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.layers.layer import quantized_modules
-from ..quant.names import adapter_configs
+from ..quant.names import adapter_configs, is_peft_model
 from ..trainers.settings import LowBitConfig
-from .adapters import check_adapter
+from .adapters import check_adapter, check_saved
 from .layers import check_plan
 from .placement import check_placement
 from .rollouts import check_processes, uses_server
@@ -74,6 +74,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     adapters = adapter_configs(model, peft_config)
     for adapter in adapters:
         check_adapter(adapter, args)
+    if not isinstance(model, str) and is_peft_model(model):
+        check_saved(model)
     _check_targets(args, with_adapter=bool(adapters))
     _warn_of_reference(args, with_adapter=bool(adapters))
     if not (args.quantize_learner or args.has_engine):

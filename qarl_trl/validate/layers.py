@@ -17,6 +17,7 @@ from ..learner.probe import layers_that_run_on
 from ..quant.convert import MERGED_BY_ENGINES, apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer, quantized_modules
+from ..quant.match import names_for_patterns
 from ..quant.names import architecture_of, base_model, checkpoint_modules
 from ..quant.scheme import DEFAULT_IGNORE
 from ..rollout.engine_gemm import GEMMS
@@ -103,9 +104,11 @@ def unused_patterns(model: nn.Module, ignore: Sequence[str]) -> list[str]:
             for parameter in PROJECTIONS:
                 modules += [(layer, linear) for layer in layer_names(name, module, parameter)]
 
+    names_of = names_for_patterns(model)
+    named = [(each, module) for name, module in modules for each in names_of(name)]
     # Those of the default are for all models.
     of_user = [pattern for pattern in ignore if pattern not in DEFAULT_IGNORE]
-    return [pattern for pattern in of_user if not any(match_targets(*named, [pattern]) for named in modules)]
+    return [pattern for pattern in of_user if not any(match_targets(*pair, [pattern]) for pair in named)]
 
 
 def words_of_unused(patterns: Sequence[str]) -> str:

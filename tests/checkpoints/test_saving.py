@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_vision_model
+from conftest import make_neox_model, make_vision_model
 from filelock import FileLock, Timeout
 from slow.toys import distinct_characters, forge, prompts, save_model
 from test_trainer import master_weights, without_engine
@@ -574,6 +574,22 @@ def test_a_model_of_several_parts_resumes_in_the_same_bits(vision, tmp_path):
     other = make_vision_trainer(vision, tmp_path / "other")
     with pytest.raises(RuntimeError, match="lacks 32 weights"):
         GRPOTrainer._load_from_checkpoint(other, checkpoint)
+
+
+def test_a_model_whose_head_has_another_name_in_its_files_resumes_in_the_same_bits(tmp_path):
+    model = save_model(tmp_path / "model", layers=1)
+    make_neox_model().save_pretrained(model)
+    straight = make_trainer(model, tmp_path / "straight", save_strategy="steps", save_steps=1)
+    straight.train()
+    checkpoint = str(tmp_path / "straight" / "checkpoint-1")
+
+    resumed = make_trainer(model, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=checkpoint)
+
+    assert same(master_weights(resumed), master_weights(straight))
+    # Control: transformers' own way looks for the name in the model.
+    with pytest.raises(RuntimeError, match="lacks 1 weights of the model, first 'lm_head.weight'"):
+        GRPOTrainer._load_from_checkpoint(resumed, checkpoint)
 
 
 # Attacks ------------------------------------------------------------------------------------------------------------

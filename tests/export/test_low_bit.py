@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 from compressed_tensors.quantization import preset_name_to_scheme
-from conftest import make_model
+from conftest import make_model, make_vision_model
 from quant.schemes import NAMES, NVFP4, SCHEMES, copies, same_tensors
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
@@ -241,6 +241,28 @@ def test_the_config_says_whether_the_output_layer_has_a_matrix_of_its_own(tiny_m
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
     assert model.config.tie_word_embeddings  # as it was
+
+
+def test_transformers_quantizes_no_layer_that_has_another_name_in_the_files(tmp_path):
+    """It looks for ignored layers by their names in the model, and would make up scales for the others."""
+    make_vision_model(tie_word_embeddings=False).save_pretrained(tmp_path / "start")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "start")
+    apply_quantization(model, "FP8_DYNAMIC", ignore=["lm_head", "re:.*visual.*"])
+
+    save_low_bit(model, None, tmp_path / "low")
+
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "low")
+    quantized = [name for name, module in loaded.named_modules() if hasattr(module, "quantization_scheme")]
+    assert quantized == [name for name, _ in quantized_modules(model)]
+    # vLLM, as llm-compressor, has the names of the files.
+    ignored = read_config(tmp_path / "low")["quantization_config"]["ignore"]
+    assert ignored[0] == "visual.blocks.0.attn.qkv"
+    # Control: with these alone transformers takes more layers.
+    config = read_config(tmp_path / "low")
+    config["quantization_config"]["ignore"] = [name for name in ignored if not name.startswith("model.")]
+    (tmp_path / "low" / "config.json").write_text(json.dumps(config))
+    other = AutoModelForImageTextToText.from_pretrained(tmp_path / "low")
+    assert hasattr(other.model.visual.merger.mlp[0], "quantization_scheme")
 
 
 def test_tokenizer_and_generation_config_are_beside_the_weights(model, tiny_tokenizer, tmp_path):

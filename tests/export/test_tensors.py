@@ -8,9 +8,10 @@ import pytest
 import torch
 from compressed_tensors.compressors import compress_module
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
-from conftest import make_model
+from conftest import make_model, make_neox_model
 from quant.schemes import ALL_SCHEMES
 from safetensors.torch import load_file, save_file
+from transformers import GPTNeoXForCausalLM
 
 from qarl_trl.export import save_low_bit
 from qarl_trl.export import tensors as checks
@@ -124,6 +125,23 @@ def test_experts_pass_under_the_names_of_the_checkpoint(tmp_path, kind, ignore):
     save(tmp_path, kind, ignore=ignore)
 
     assert check_tensors(tmp_path) == TensorCheck(Checked.ALL)
+
+
+def test_a_head_with_another_name_in_the_files_is_ignored_by_that_in_the_model(tmp_path):
+    """llm-compressor, too, ignores GPT-NeoX's `embed_out` as `lm_head`."""
+    make_neox_model().save_pretrained(tmp_path / "start")
+    model = GPTNeoXForCausalLM.from_pretrained(tmp_path / "start")
+    save_low_bit(apply_quantization(model, "FP8_DYNAMIC"), None, tmp_path / "low")
+
+    assert check_tensors(tmp_path / "low") == TensorCheck(Checked.ALL)
+
+    # Control: the head is among what is checked.
+    file = tmp_path / "low" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["embed_out.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"must hold embed_out\.weight of shape"):
+        check_tensors(tmp_path / "low")
 
 
 def test_a_tied_embedding_is_stored_once(tmp_path):

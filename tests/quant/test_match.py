@@ -4,6 +4,7 @@ import re
 
 import pytest
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from conftest import make_vision_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -35,6 +36,53 @@ def linears_with(*parts):
 )
 def test_targets_and_ignore_choose_the_layers(tiny_model, targets, ignore, expected):
     assert names_of(apply_quantization(tiny_model(), "W4A16", targets, ignore)) == expected
+
+
+def loaded(model, folder):
+    """A model as `from_pretrained` gives it, which knows the names in its files."""
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder)
+
+
+def test_a_layer_is_ignored_by_its_name_in_the_model_and_by_that_in_its_files(tmp_path):
+    """The config of a quantized checkpoint has the latter. This model has a prefix that its files lack."""
+
+    def eyes(ignore):
+        model = loaded(make_vision_model(tie_word_embeddings=False), tmp_path)
+        apply_quantization(model, "FP8_DYNAMIC", ignore=["lm_head", *ignore])
+        return [name for name in names_of(model) if "visual" in name]
+
+    assert not eyes(["re:.*visual.*"])
+    assert not eyes([r"re:visual\..*"])
+    merged = ["visual.merger.mlp.0", "visual.merger.mlp.2"]
+    assert eyes(merged) == [name for name in eyes([]) if "merger" not in name] != []
+    # Control: a name that is neither.
+    assert eyes([r"re:eye\..*"]) == eyes([])
+
+
+def test_a_group_takes_layers_by_their_names_in_the_files_before_classes(tmp_path):
+    model = loaded(make_vision_model(tie_word_embeddings=False), tmp_path)
+    groups = {"W8A8": ["Linear"], "FP8_DYNAMIC": [r"re:visual\.merger.*"]}
+
+    apply_quantization(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+
+    by_name = model.model.visual.merger.mlp[0].scheme.input_activations.type
+    by_class = model.model.language_model.layers[0].mlp.up_proj.scheme.input_activations.type
+    assert (by_name, by_class) == ("float", "int")
+
+
+def test_experts_are_ignored_by_their_names_in_the_files(tiny_model, tmp_path):
+    """Those of Mixtral are in `block_sparse_moe` there, and in `mlp` in the model."""
+
+    def experts(ignore):
+        model = loaded(tiny_model("mixtral", num_hidden_layers=1), tmp_path)
+        apply_quantization(model, "FP8_DYNAMIC", ignore=["lm_head", ignore])
+        return [name for name in names_of(model) if "experts" in name]
+
+    assert not experts(r"re:.*block_sparse_moe\.experts.*")
+    # Controls: by their names in the model, and not at all.
+    assert not experts(r"re:.*mlp\.experts.*")
+    assert experts("re:none") == ["model.layers.0.mlp.experts"]
 
 
 def model_with_routers():

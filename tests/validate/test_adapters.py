@@ -3,6 +3,7 @@
 import pytest
 from configs import config
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from qarl_trl import QaRLTrainer
 from qarl_trl.validate import check_arguments, check_run, config_of
@@ -120,6 +121,32 @@ def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
 
     plain = get_peft_model(tiny_model(num_hidden_layers=1), lora())
     check_arguments(plain, config(tmp_path), {})  # control
+
+
+def trains(model, part):
+    """Train the parameters with a part of a name, beside the adapter."""
+    for name, parameter in model.named_parameters():
+        if part in name and "original_module" not in name:
+            parameter.requires_grad = True
+    return model
+
+
+def test_parameters_that_are_trained_beside_an_adapter_and_not_saved_with_it_are_refused(tmp_path, tiny_model):
+    """peft's files have no norms: a resumed run would begin with those of the base."""
+    args = config(tmp_path)
+    norms = trains(get_peft_model(tiny_model(), lora()), "norm")
+
+    with pytest.raises(ValueError, match=r"trains \d+ parameters beside .* first '.*norm\.weight'.*modules_to_save"):
+        check_arguments(norms, args, {})
+
+    # Controls: copies of them, an adapter of another name, and an embedding that has grown, which peft saves.
+    copies = get_peft_model(tiny_model(), lora(modules_to_save=["input_layernorm"]))
+    named = get_peft_model(tiny_model(), lora(), adapter_name="policy")
+    tiny_model().save_pretrained(tmp_path / "start")
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    grown.resize_token_embeddings(72)
+    for model in (copies, named, trains(get_peft_model(grown, lora()), "embed_tokens")):
+        check_arguments(model, args, {})
 
 
 @pytest.mark.parametrize(
