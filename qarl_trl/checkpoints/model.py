@@ -56,10 +56,13 @@ class ModelMixin:
         frozen base, it gets the adapter and a reference to the base. If this run quantized the base, all checkpoints
         share one `base/`.
 
+        With `push_to_hub` a script's call also pushes, as the Trainer's does: the model in `args.output_dir`.
+
         Collective, also under DDP: every process calls it, and the first one writes.
 
         Args:
             output_dir: The folder, by default `args.output_dir`.
+            _internal_call: Whether the Trainer or this package calls, and not a script.
 
         Raises:
             ValueError: if the folder is a training checkpoint, to which other weights do not belong, or if an adapter
@@ -100,6 +103,10 @@ class ModelMixin:
         if outputs.low_bit is not None:
             self._save_low_bit(path / outputs.low_bit)
         self._write_cards(path)
+
+        # The Trainer's own callers say so, and push what they want to.
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save")
 
     def _save_if_sharded(self, path: Path) -> None:
         """

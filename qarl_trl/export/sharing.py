@@ -154,7 +154,7 @@ class SharingMixin:
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self._name_facts(named.get("dataset_name"), named.get("tags"))
         # Saved before any request to the Hub, so that nothing is lost if one fails. It writes the cards.
-        self.save_model()
+        self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
 

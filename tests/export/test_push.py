@@ -246,6 +246,23 @@ def test_a_run_pushes_the_low_bit_model_at_the_end_and_keeps_master_weights_at_h
         assert torch.equal(pushed[name], tensor), name
 
 
+def test_a_save_of_a_script_pushes_as_that_of_the_trainer_does(hub, model, tmp_path):
+    trainer = pushing(model, tmp_path, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+
+    assert hub.messages("me/toy")[0] == "Model save"
+    assert holds_model(hub.files("me/toy"), tmp_path)
+
+    # Many scripts of TRL call both. Control: a run that is not to be pushed pushes nothing.
+    trainer.push_to_hub()
+    assert holds_model(hub.files("me/toy"), tmp_path)
+    pushes = len(hub.messages("me/toy"))
+    trainer.args.push_to_hub = False
+    trainer.save_model()
+    assert len(hub.messages("me/toy")) == pushes
+
+
 def test_a_trainer_of_trl_pushes_its_low_bit_model_with_the_card_of_its_own_method(hub, model, tmp_path):
     settings = {"push_to_hub": True, "hub_model_id": "me/toy", "hub_token": WRITER, "distill_on": "answers"}
     args = LowBitDistillationConfig(**short_run(tmp_path, **settings))
