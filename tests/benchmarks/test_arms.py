@@ -195,11 +195,17 @@ def test_few_pairs_are_printed_and_more_have_a_mean_with_its_error():
     assert arms_table.summary([]) == [arms_table.NOT_RUN] * 3
 
 
-def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
+def points_of(table):
+    """The points of each line of a table of pairs, without a plus."""
     points = {}
-    for line in arms_table.portable_differences("long").splitlines():
+    for line in table.splitlines():
         _, what, _, difference, *_ = [cell.strip() for cell in line.split("|")]
         points[what] = difference.removeprefix("+")
+    return points
+
+
+def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
+    points = points_of(arms_table.portable_differences("long"))
     rounded = points["QaRL less rollout-only, GRPO"]
     deployed = points["QaRL GRPO rounded less rollout-only GRPO by GPTQ"]
 
@@ -214,6 +220,7 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
 
 def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
     scores = {}
+    start_file = arms.FOLDER / "long_distilled_before.json"
     for regime in ("long", "long_distilled"):
         shares = json.loads((arms.FOLDER / f"{regime}_before.json").read_text())["scores"]
         scores[regime] = {way: f"{100 * share:.1f} %" for way, share in shares.items()}
@@ -224,6 +231,19 @@ def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
     assert f"from {start['rounded']} rounded to {distilled['rounded']} (" in text
     assert f"(bfloat16 {start['as it is']}, GPTQ {start['gptq']})".replace(" %", "") in text
     assert f"as they are, these score {distilled['as it is']}, and {distilled['gptq']} by GPTQ" in text
+
+    # What RL made of it.
+    points = points_of(arms_table.differences(arms_table.COMPARED_DISTILLED))
+    cells = arms_table.read("long_distilled", "QaRL GRPO")
+    mean, _ = arms_table.deployed_accuracy(cells, "rounded", "{:.1f}").split(" ± ")
+    above_bf16 = f"{points['QaRL rounded less bf16 by GPTQ']} points above bf16 GRPO by GPTQ"
+    above_rollout_only = f"{points['QaRL less rollout-only, both rounded']} above rollout-only GRPO"
+    assert f"QaRL GRPO ended at {mean} % rounded, {above_bf16} and {above_rollout_only}, also rounded" in text
+    for arm in arms.DISTILLED_ARMS:
+        for way in ("rounded", "gptq", "distilled"):
+            shares = arms_table.scores_by_seed("long_distilled", arm, way).values()
+            # "No arm's mean is above the distilled start."
+            assert sum(shares) / len(shares) < json.loads(start_file.read_text())["scores"]["rounded"]
 
 
 def test_a_cell_of_the_long_toy_is_scored_in_every_deployment():
