@@ -51,12 +51,15 @@ _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;]|\\[()\[\],;!]|\\q?quad|\\text\{|\}|\b(?:and|or)\b|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
 )
-_JOINS = re.compile(r",|\b(?:and|or)\b")
+_JOINS = re.compile(r"[,;]|\b(?:and|or)\b")
+_FINAL_ANSWER = "final answer is"
 # math-verify joins no boxes that are farther apart.
 _NEAR_CHARS = 70
 # What sets words in a formula, and spaces of LaTeX.
 _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
+# Numbers and formulas of commands alone are for math-verify to compare.
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
 # math-verify compares floats to six places, in which numbers below this have no three digits left.
 _TINY = 1e-3
 _FEWEST_DIGITS = 3
@@ -197,20 +200,25 @@ def last_boxes(text: str) -> list[str]:
     Returns:
         In their order; none if there is no box, or the last one is not closed.
     """
-    parts: list[str] = []
+    return [text[start:end].strip() for _, start, end in _places_of_parts(text)]
+
+
+def _places_of_parts(text: str) -> list[tuple[int, int, int]]:
+    """The places of [`last_boxes`], as [`_last_box`] gives them."""
+    places: list[tuple[int, int, int]] = []
     place = _last_box(text)
     while place is not None:
-        begin, start, end = place
-        parts.insert(0, text[start:end].strip())
+        places.insert(0, place)
 
         # Of the boxes before it the one that ends nearest, if only such words stand between as join two parts.
+        begin, _, _ = place
         place = _last_box(text[:begin])
         if place is None:
             break
         between = text[place[2] + 1 : begin]
         if not (_BETWEEN_BOXES.fullmatch(between) and _JOINS.search(between)):
             break
-    return parts
+    return places
 
 
 def _last_box(text: str) -> tuple[int, int, int] | None:
@@ -321,12 +329,7 @@ def _grade(completion: str, reference: str) -> float | None:
     ]
     # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
     plain = _EMPHASIS.sub(r"\2", completion)
-    texts = _readings(plain)
-    # It reads "$\boxed{2}, \boxed{3}$, and $\boxed{4}$" as one part, and the reference has all.
-    boxes = last_boxes(plain)
-    if len(boxes) > 1:
-        texts += _readings(rf"\boxed{{{', '.join(boxes)}}}")
-    for text in texts:
+    for text in _readings(_with_parts_in_one_box(plain)):
         answers = parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
         for expected, answer in product(gold, answers):
             is_equal = verify(expected, answer, timeout_seconds=_ALARM_S)
@@ -345,17 +348,40 @@ def _readings(text: str) -> list[str]:
     return [text] if read == text else [text, read]
 
 
+def _with_parts_in_one_box(text: str) -> str:
+    r"""
+    The parts of an answer in one box, and nothing else; a text without several as it is.
+
+    Of "$\boxed{2}$, and $\boxed{4}$" math-verify reads the last one alone. Both readings would be two guesses.
+    """
+    text_without_stops = _STOP_IN_BRACES.sub("", text)
+    places = _places_of_parts(text_without_stops)
+    # What joins the others to one before them is unknown here, and math-verify may know.
+    if len(places) < 2 or _has_box_before(text_without_stops, places[0][0]):
+        return text
+    return rf"\boxed{{{', '.join(last_boxes(text_without_stops))}}}"
+
+
+def _has_box_before(text: str, begin: int) -> bool:
+    """Whether a box ends so near before a place that math-verify may join it to one that begins there."""
+    before = _last_box(text[:begin])
+    return before is not None and begin - before[2] <= _NEAR_CHARS
+
+
 def _boxed_words(text: str) -> str | None:
-    """The last box as plain words, to be compared letter by letter; `None` if another stands near it."""
+    """The last box as plain words, to be compared letter by letter; `None` if another answer stands near it."""
     place = _last_box(text)
     if place is None:
         return None
     begin, start, end = place
     # The two would be parts of one answer, or two guesses.
-    before = _last_box(text[:begin])
-    if before is not None and begin - before[2] <= _NEAR_CHARS:
+    if _has_box_before(text, begin):
         return None
-    return _plain(text[start:end])
+    # math-verify takes what comes after these words, and not the box.
+    if _FINAL_ANSWER in text[end:].casefold():
+        return None
+    words = _plain(text[start:end])
+    return words if _LETTER.search(words) else None
 
 
 def _plain(answer: str) -> str:

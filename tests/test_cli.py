@@ -411,6 +411,24 @@ def test_export_takes_an_adapter_with_a_name_and_one_with_a_resized_embedding(ch
     assert same_tensors(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
 
+def test_export_of_a_model_with_adapters_below_it_takes_the_model(checkpoint, tmp_path):
+    """As Phi-4-multimodal is published, and as a user may keep the adapters of a base."""
+    from quant.schemes import same_tensors
+    from safetensors.torch import load_file
+
+    shutil.copytree(checkpoint, tmp_path / "model")
+    save_adapter(checkpoint, tmp_path / "model" / "speech")
+
+    folders = {"expected": checkpoint, "out": tmp_path / "model", "other": tmp_path / "model" / "speech"}
+    for name, folder in folders.items():
+        cli.run(["export", str(folder), str(tmp_path / name)])
+
+    tensors = {name: load_file(tmp_path / name / "model.safetensors") for name in folders}
+    assert same_tensors(tensors["out"], tensors["expected"])
+    # Control: the adapter makes another model.
+    assert not same_tensors(tensors["other"], tensors["expected"])
+
+
 def test_export_of_what_it_cannot_choose_or_read_is_one_line(checkpoint, tmp_path):
     source = tmp_path / "several"
     save_adapter(checkpoint, source, "policy")

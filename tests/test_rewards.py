@@ -76,6 +76,7 @@ def log(monkeypatch, caplog):
         (r"\boxed{\text{no one}} \boxed{\text{not one}}", "not one", 0.0),
         (r"\boxed{\text{no one}}" + " but" * 50 + r" \boxed{\text{not one}}", "not one", 1.0),
         (r"\boxed{\text{not one}}", r"\boxed{\text{no one}} or \boxed{\text{not one}}", 0.0),
+        (r"\boxed{\text{no one}}. The final answer is $5$. I hope it is correct.", "no one", 0.0),
         ("The answer is 42.", "42", 1.0),
         # Emphasis of Markdown, and signs that look like it.
         ("The answer is **42**.", "42", 1.0),
@@ -171,6 +172,32 @@ def test_a_solution_with_several_boxes_is_right_by_its_own_reference_and_half_of
     reference = final_answer(solution)
 
     assert math_reward([solution, half], [reference] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "paid"),
+    [
+        # math-verify reads the last part alone.
+        (r"$\boxed{2}$, and $\boxed{4}$", "2, 4"),
+        (r"$\boxed{2}$, $\boxed{4}$", "2, 4"),
+        (r"\boxed{2.} and \boxed{4.}", "2, 4"),
+        (r"$\boxed{2}; \boxed{4}$", "2, 4"),
+        # It joins boxes in other ways, too.
+        (r"$\boxed{2} \boxed{4}$", "2, 4"),
+        (r"\boxed{2} \boxed{3} and \boxed{4}", "2, 3, 4"),
+        # It prefers what is announced with these words, and knows no \fbox.
+        (r"\boxed{2}. The final answer is $4$. I hope it is correct.", "4"),
+        (r"\boxed{2}, \boxed{3}. The final answer is $4$. I hope it is correct.", "2, 3"),
+        (r"\fbox{2}, \fbox{3}. The answer is 4.", "2, 3"),
+        (r"\fbox{2}. The answer is 4.", "4"),
+    ],
+)
+def test_one_completion_is_right_by_one_reference(completion, paid):
+    references = ["2", "3", "4", "2, 3", "2, 4", "3, 4", "2, 3, 4"]
+
+    rewards_of_all = math_reward([completion] * len(references), references)
+
+    assert rewards_of_all == [float(reference == paid) for reference in references]
 
 
 def test_one_answer_in_two_forms_is_right_in_each():
@@ -294,6 +321,7 @@ def test_missing_math_verify_names_the_extra(monkeypatch):
         (r"$x_1=\boxed{1}, x_2 = \boxed{2}$", ["1", "2"]),
         (r"\boxed{1}, \boxed{2}, and \boxed{\boxed{3}}", ["3"]),
         (r"\(\boxed{1}\) and \(\boxed{2}\)", ["1", "2"]),
+        (r"$\boxed{1}$; $\boxed{2}$", ["1", "2"]),
         # Another solution, another sentence, a guess that is taken back, a part of the way.
         (r"$ = \boxed{\frac{2}{3}}.$$OR" + "\n\n" + r"Note $\boxed{\frac23}$", [r"\frac23"]),
         (r"It is $\boxed{2}$. And then $\boxed{3}$", ["3"]),

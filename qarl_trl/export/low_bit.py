@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from ..quant.layers.experts import QuantExperts, expert_modules
 from ..quant.layers.layer import LowBitLayer, quantized_modules
-from ..quant.names import base_model, checkpoint_modules, checkpoint_renaming, has_untied_head, untie
+from ..quant.match import names_for_patterns
+from ..quant.names import base_model, checkpoint_modules, has_untied_head, untie
 from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
 from ..quant.source import INDEX
@@ -88,7 +89,7 @@ def _ignored(model: nn.Module) -> list[str]:
     that has another name in the model than in its files comes last by that of the model, which transformers looks for.
     """
     experts: dict[str, Any] = dict(expert_modules(model))
-    rename = checkpoint_renaming(model)
+    names_of = names_for_patterns(model)
     names: list[str] = []
     names_in_model: list[str] = []
     for name, module in checkpoint_modules(model):
@@ -100,10 +101,11 @@ def _ignored(model: nn.Module) -> list[str]:
         elif isinstance(module, nn.Linear) or _ROUTER_CLASS.search(type(module).__name__):
             names.append(name)
             # It has classes of its own for routers, and they match no target.
-            if isinstance(module, nn.Linear) and rename(name) != name:
+            if isinstance(module, nn.Linear) and len(names_of(name)) > 1:
                 names_in_model.append(name)
 
-    return [rename(name) for name in names] + names_in_model
+    # The last is that in the files.
+    return [names_of(name)[-1] for name in names] + names_in_model
 
 
 def _ignored_experts(name: str, module: nn.Module) -> list[str]:

@@ -81,7 +81,7 @@ def match_layers(model: nn.Module, plan: QuantizationConfig) -> list[Matched]:
         if scheme is not None:
             for layers in weights.values():
                 for layer in layers:
-                    _check_one_group(layer, plan)
+                    _check_one_group(names_of(layer), plan)
             matched.append(Matched(name, module, base, scheme, weights))
 
     groups = list(plan.config_groups.values())
@@ -138,25 +138,29 @@ def _scheme_of_layer(names: list[str], module: nn.Module, plan: QuantizationConf
     return by_class[0] if by_class else None
 
 
-def _check_one_group(layer: str, plan: QuantizationConfig) -> None:
+def _check_one_group(names: list[str], plan: QuantizationConfig) -> None:
     """
-    Refuse (`ValueError`) a layer whose name matches targets of two groups that quantize differently.
+    Refuse (`ValueError`) a layer whose names match targets of two groups that quantize differently.
 
     compressed-tensors takes the group of the first by the alphabet, a name before a pattern, and vLLM that of the
-    first in the checkpoint.
+    first in the checkpoint. And an engine knows the names in the files alone.
+
+    Args:
+        names: The layer's names, from [`names_for_patterns`].
+        plan: The plan.
     """
     by_target = {}
     for group in plan.config_groups.values():
         by_target.update(dict.fromkeys(group.targets, group))
 
     # Names of classes come after them everywhere.
-    hits = [target for target in by_target if match_name(layer, target)]
+    hits = [target for target in by_target if any(match_name(name, target) for name in names)]
     # Groups may differ in their targets alone.
     arithmetics = [by_target[target].model_copy(update={"targets": []}) for target in hits]
     if any(arithmetic != arithmetics[0] for arithmetic in arithmetics):
         raise ValueError(
-            f"{layer!r} matches the targets {hits} of several groups, of which engines may take another one than the "
-            "learner. Write targets that exclude each other."
+            f"{names[0]!r} matches the targets {hits} of several groups, of which engines may take another one than "
+            "the learner. Write targets that exclude each other."
         )
 
 

@@ -160,7 +160,9 @@ def _find_source(args: argparse.Namespace) -> ExportSource:
     from ..export.files import ADAPTER_CONFIG, LOW_BIT_FOLDER
 
     checkpoint = Path(args.checkpoint)
-    named = _named_adapters(checkpoint)
+    # Adapters below a model are others than it: some models are published with theirs.
+    is_model = (checkpoint / "config.json").is_file()
+    named = [] if is_model else _named_adapters(checkpoint)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         of_run = [name for name in named if _is_in_manifest(checkpoint, f"{name}/{ADAPTER_CONFIG}")]
         if of_run:
@@ -172,7 +174,7 @@ def _find_source(args: argparse.Namespace) -> ExportSource:
         return _adapter(args, str(checkpoint / named[0]))
 
     shards = sorted(folder.name for folder in checkpoint.glob("pytorch_model_fsdp*") if folder.is_dir())
-    if shards and not (checkpoint / "config.json").is_file():
+    if shards and not is_model:
         raise ValueError(
             f"{checkpoint} has the master weights in FSDP's shards ({shards[0]}), which this command does not read. "
             f"With export_low_bit the low-bit model is in {checkpoint / LOW_BIT_FOLDER}."

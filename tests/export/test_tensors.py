@@ -128,12 +128,20 @@ def test_experts_pass_under_the_names_of_the_checkpoint(tmp_path, kind, ignore):
 
 
 def test_a_head_with_another_name_in_the_files_is_ignored_by_that_in_the_model(tmp_path):
-    """llm-compressor, too, ignores GPT-NeoX's `embed_out` as `lm_head`."""
+    """llm-compressor ignores GPT-NeoX's `embed_out` as `lm_head` alone, and vLLM asks for `embed_out`."""
     make_neox_model().save_pretrained(tmp_path / "start")
     model = GPTNeoXForCausalLM.from_pretrained(tmp_path / "start")
     save_low_bit(apply_quantization(model, "FP8_DYNAMIC"), None, tmp_path / "low")
 
-    assert check_tensors(tmp_path / "low") == TensorCheck(Checked.ALL)
+    config = tmp_path / "low" / "config.json"
+    content = json.loads(config.read_text())
+    ignored = content["quantization_config"]["ignore"]
+    assert ignored == ["embed_out", "lm_head"]
+    # The second is llm-compressor's.
+    for names in (ignored, ["lm_head"]):
+        content["quantization_config"]["ignore"] = names
+        config.write_text(json.dumps(content))
+        assert check_tensors(tmp_path / "low") == TensorCheck(Checked.ALL)
 
     # Control: the head is among what is checked.
     file = tmp_path / "low" / "model.safetensors"

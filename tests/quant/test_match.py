@@ -71,6 +71,20 @@ def test_a_group_takes_layers_by_their_names_in_the_files_before_classes(tmp_pat
     assert (by_name, by_class) == ("float", "int")
 
 
+def test_groups_that_take_a_layer_by_two_of_its_names_are_refused(tmp_path):
+    """An engine knows the one in the files alone, and would take the other group."""
+    model = loaded(make_vision_model(tie_word_embeddings=False), tmp_path)
+    by_model = r"re:model\.visual\.merger.*"
+    by_files = r"re:visual\.merger.*"
+
+    with pytest.raises(ValueError, match=r"'model\.visual\.merger\.mlp\.0' matches the targets .* of several groups"):
+        groups = {"W8A8": [by_model], "FP8_DYNAMIC": [by_files]}
+        apply_quantization(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    # Control: both in one group.
+    apply_quantization(model, QuantizationConfig(config_groups={"FP8_DYNAMIC": [by_model, by_files]}))
+    assert names_of(model) == ["model.visual.merger.mlp.0", "model.visual.merger.mlp.2"]
+
+
 def test_experts_are_ignored_by_their_names_in_the_files(tiny_model, tmp_path):
     """Those of Mixtral are in `block_sparse_moe` there, and in `mlp` in the model."""
 
