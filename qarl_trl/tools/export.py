@@ -281,7 +281,8 @@ def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
     if quantized_base is not None:
         return _adapter_of_quantized_base(args, adapter, quantized_base, hub)
 
-    return ExportSource(base=base, load=partial(_load_onto_whole_base, base, adapter, _tokenizer_folder(args.checkpoint), hub))
+    tokenizer = _tokenizer_folder(args.checkpoint)
+    return ExportSource(base=base, load=partial(_load_onto_whole_base, base, adapter, tokenizer, hub))
 
 
 def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str, Any]) -> Any:
