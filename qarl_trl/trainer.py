@@ -163,7 +163,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     def _roll_out(self, rollout_func: Callable[..., Any], prompts: Any, trainer: Any) -> Any:
         """The result of a `rollout_func`, checked. It may have sampled with other weights, as a user's class may."""
         # Its number of generations may differ between processes, as that of a loop of tool calls does.
-        with self._generating_alone():
+        with self._generating_alone(), self._mode_kept():
             output = guards.rollout_of_all(rollout_func, prompts, trainer)
         if self.low_bit_store is not None:
             self.low_bit_store.weights_changed()

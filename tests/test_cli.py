@@ -429,6 +429,42 @@ def test_export_of_a_model_with_adapters_below_it_takes_the_model(checkpoint, tm
     assert not same_tensors(tensors["other"], tensors["expected"])
 
 
+@pytest.mark.parametrize("manifest", [None, "of the run", "without it"])
+def test_export_says_which_of_several_adapters_it_takes(checkpoint, tmp_path, capsys, manifest):
+    """peft saves "default" into the folder itself, also if a run trained another one on top."""
+    from quant.schemes import same_tensors
+    from safetensors.torch import load_file
+
+    from qarl_trl.quant import apply_quantization, iter_low_bit_weights
+
+    run = tmp_path / "run"
+    save_adapter(checkpoint, run)
+    # TRL's reference is no choice.
+    save_adapter(checkpoint, tmp_path / "start", "ref")
+    shutil.copytree(tmp_path / "start" / "ref", run / "ref")
+    cli.run(["export", str(run), str(tmp_path / "control")])
+    assert "several adapters" not in capsys.readouterr().out
+
+    trained = save_adapter(checkpoint, tmp_path / "trained", "policy")
+    # peft's folder has no tokenizer.
+    shutil.copytree(tmp_path / "trained" / "policy", run / "policy")
+    if manifest is not None:
+        files = {"policy/adapter_config.json": 1} if manifest == "of the run" else {}
+        (run / "manifest.json").write_text(json.dumps({"files": files}))
+    cli.run(["export", str(run), str(tmp_path / "default")])
+    said = capsys.readouterr().out
+    # A folder that the manifest does not name is a user's own.
+    is_of_run = manifest != "without it"
+    assert ("'default' is exported, and not policy" in said) == is_of_run
+    assert (f"export its folder: {run / 'policy'}" in said) == is_of_run
+
+    cli.run(["export", str(run / "policy"), str(tmp_path / "policy")])
+    expected = dict(iter_low_bit_weights(apply_quantization(trained, "W4A16")))
+    assert same_tensors(load_file(tmp_path / "policy" / "model.safetensors"), expected)
+    # Control: the other one.
+    assert not same_tensors(load_file(tmp_path / "default" / "model.safetensors"), expected)
+
+
 def test_export_of_what_it_cannot_choose_or_read_is_one_line(checkpoint, tmp_path):
     source = tmp_path / "several"
     save_adapter(checkpoint, source, "policy")

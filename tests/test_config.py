@@ -64,6 +64,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "temperature"),
         (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, "a_parameter_of_tomorrow"),
         (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
+        (VLLM | {"vllm_engine_kwargs": {"logits_processors": ["mine:Budget"]}}, "logits_processors"),
         # Without an engine there is no mismatch, and it would never stop a run.
         ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),
         (VLLM | {"mismatch_abort_threshold": 0.0}, "mismatch_abort_threshold"),
@@ -100,6 +101,9 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         VLLM | {"generation_kwargs": {"stop": ["\n"], "logit_bias": None, "ignore_eos": True}},
         # No weight, no bias.
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},
+        VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a:B"]}, "vllm_importance_sampling_correction": False},
+        VLLM | {"vllm_engine_kwargs": {"logits_processors": [], "enforce_eager": True}},
+        VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a:B"]}, "quant_scheme": "none", "loss_type": "grpo"},
         # Sampled by the learner itself.
         {"top_p": 0.9},
         # Plain TRL stays plain TRL.

@@ -227,6 +227,54 @@ def test_several_rewards_are_added_by_their_weights(dense_model, tmp_path):
     assert train(make(dense_model, tmp_path / "c")) != both_losses
 
 
+@pytest.mark.parametrize("where", ["reward", "rollout_func"])
+def test_a_policy_that_users_code_leaves_in_evaluation_trains_as_before(dense_model, tmp_path, where):
+    """A reward that asks the policy does. TRL would weigh the next micro-batch as a whole update."""
+
+    def run(folder, leaves_evaluation):
+        def evaluate(at):
+            if leaves_evaluation and at == where:
+                trainer.model.eval()
+
+        def reward(completions, **_):
+            evaluate("reward")
+            return distinct_characters(completions)
+
+        def sample(*arguments):
+            evaluate("rollout_func")
+            return rollout(*arguments, tools=False, ends=True)
+
+        changes = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 2, "loss_type": "grpo"}
+        args = QaRLConfig(**without_engine(tmp_path / folder, **changes))
+        data = {"train_dataset": prompts(), "rollout_func": sample if where == "rollout_func" else None}
+        trainer = QaRLTrainer(dense_model, reward, args, **data)
+        trainer.train()
+        return trainer
+
+    usual = run("a", leaves_evaluation=False)
+    left = run("b", leaves_evaluation=True)
+
+    assert not changed(master_weights(usual), master_weights(left))
+    assert logged(left, "loss") == logged(usual, "loss")
+    assert logged(left, "reward") == logged(usual, "reward")
+
+
+def test_an_evaluation_stays_one_if_a_reward_trains_the_policy(dense_model, tmp_path):
+    """The other way round: what is evaluated after it would count as training."""
+
+    def reward(completions, **_):
+        trainer.model.train()
+        return distinct_characters(completions)
+
+    args = QaRLConfig(**without_engine(tmp_path, per_device_eval_batch_size=4, num_generations=2))
+    trainer = QaRLTrainer(dense_model, reward, args, train_dataset=prompts(), eval_dataset=prompts(4))
+
+    metrics = trainer.evaluate()
+
+    assert "eval_completions/mean_length" in metrics
+    assert not trainer.model.training
+
+
 def test_rewards_of_one_name_are_logged_apart(dense_model, tmp_path):
     def times(factor):
         def reward(completions, **_):

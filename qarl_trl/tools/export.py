@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
 
     model = source.load()
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
-    tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(_tokenizer_folder(args.checkpoint))
     trained = layers_of_run(args.checkpoint, model)
     apply_quantization(
         model,
@@ -164,9 +164,12 @@ def _find_source(args: argparse.Namespace) -> ExportSource:
     is_model = (checkpoint / "config.json").is_file()
     named = [] if is_model else _named_adapters(checkpoint)
     if (checkpoint / ADAPTER_CONFIG).is_file():
-        of_run = [name for name in named if _is_in_manifest(checkpoint, f"{name}/{ADAPTER_CONFIG}")]
-        if of_run:
-            print(f"{checkpoint} has several adapters: 'default' is exported, and not {', '.join(of_run)}.")
+        others = _others_of_run(checkpoint, named)
+        if others:
+            print(
+                f"{checkpoint} has several adapters: 'default' is exported, and not {', '.join(others)}. If another "
+                f"one was trained, export its folder: {checkpoint / others[0]}."
+            )
         return _adapter(args, args.checkpoint)
     if len(named) > 1:
         raise ValueError(f"{checkpoint} has several adapters ({', '.join(named)}). Move all but one of them away.")
@@ -191,14 +194,35 @@ def _named_adapters(checkpoint: Path) -> list[str]:
     return [name for name in names if not is_of_run(name) and name != "ref"]
 
 
-def _is_in_manifest(checkpoint: Path, name: str) -> bool:
-    """Whether a folder is a training checkpoint with this file."""
+def _others_of_run(checkpoint: Path, named: Sequence[str]) -> list[str]:
+    """
+    Those of the named adapters that a run has beside its first one, as far as the folder tells.
+
+    Args:
+        checkpoint: The folder, with peft's first adapter.
+        named: From [`_named_adapters`].
+    """
     from ..checkpoints.folder import read_manifest
+    from ..export.files import ADAPTER_CONFIG
 
     try:
-        return name in read_manifest(checkpoint)["files"]
+        files = read_manifest(checkpoint)["files"]
     except (OSError, ValueError, KeyError, TypeError):
-        return False
+        # `save_model` writes no list of its files.
+        return list(named)
+    return [name for name in named if f"{name}/{ADAPTER_CONFIG}" in files]
+
+
+def _tokenizer_folder(checkpoint: str) -> str:
+    """Where the tokenizer of a model is: of an adapter with a name of its own, in the folder above peft's."""
+    from ..export.files import ADAPTER_CONFIG
+
+    folder = Path(checkpoint).absolute()
+    names = ("tokenizer_config.json", "tokenizer.json")
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    has_one = any((folder / name).is_file() for name in names)
+    has_one_above = any((folder.parent / name).is_file() for name in names)
+    return str(folder.parent) if is_adapter and has_one_above and not has_one else checkpoint
 
 
 def _full_checkpoint(name: str) -> ExportSource:
@@ -259,7 +283,8 @@ def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
     if quantized_base is not None:
         return _adapter_of_quantized_base(args, adapter, quantized_base, hub)
 
-    return ExportSource(base=base, load=partial(_load_onto_whole_base, base, adapter, args.checkpoint, hub))
+    tokenizer = _tokenizer_folder(args.checkpoint)
+    return ExportSource(base=base, load=partial(_load_onto_whole_base, base, adapter, tokenizer, hub))
 
 
 def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str, Any]) -> Any:

@@ -209,9 +209,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         home = home_of_rewards(type(self))
         # A trainer with a method of its own has its own way to end.
         if home is None:
-            return calculate()
+            with self._mode_kept():
+                return calculate()
 
-        with ungathered_rewards(home):
+        with self._mode_kept(), ungathered_rewards(home):
             rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
         if self._mode == "train":
@@ -230,8 +231,23 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         TRL's method of trainers with tools. Its number of generations differs between processes, so the engine must
         not wait for the others.
         """
-        with self._generating_alone():
+        with self._generating_alone(), self._mode_kept():
             return super()._tool_call_loop(*args)
+
+    @contextmanager
+    def _mode_kept(self) -> Iterator[None]:
+        """
+        Let the model train after the block if it did before, and otherwise evaluate.
+
+        A user's code may ask the policy, as a reward by a judge does, and leave it in evaluation. TRL goes by the
+        model's mode: it would weigh the next micro-batch as a whole update, and log it as an evaluation.
+        """
+        was_training = self.model.training
+        try:
+            yield
+        finally:
+            if self.model.training != was_training:
+                self.model.train(was_training)
 
     def _generating_alone(self) -> AbstractContextManager[Any]:
         """
