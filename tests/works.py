@@ -120,7 +120,7 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("`rollout_func` that asks the engine", WORKS, "test_an_engine_that_a_rollout_func_drives_is_checked_too"),
         Row("tools, several processes, one engine", REFUSED, "test_tools_of_several_processes_need_an_engine_each"),
-        Row("tools, one engine a process", WORKS, "test_an_engine_in_a_loop_of_tool_calls_waits_for_nobody"),
+        Row("tools, one engine a process", WORKS, "test_an_engine_in_a_loop_of_turns_waits_for_nobody"),
         Row("evaluation within a run", WORKS, "test_an_evaluation_samples_from_weights_that_were_just_loaded"),
         Row(
             "callbacks that swap weights (EMA)",

@@ -331,6 +331,7 @@ def test_an_engine_in_a_loop_of_turns_waits_for_nobody(monkeypatch, answer):
     of_its_own = {"vllm_mode": "colocate", "vllm_enable_sleep_mode": False, "vllm_tensor_parallel_size": 1}
     trainer.args = SimpleNamespace(has_engine=True, **of_its_own)
     trainer.vllm_generation = engine
+    trainer.model = torch.nn.Identity()
 
     assert answer(trainer, [[1]]) == ([[1]], [[1]])
     assert not gathered
