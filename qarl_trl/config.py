@@ -203,7 +203,9 @@ def _check_sampling(args: QaRLConfig) -> None:
     sampling["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
     sampling |= args.generation_kwargs or {}
     # Those of an engine run for every request.
-    sampling["logits_processors"] = args.engine_kwargs.get("logits_processors") or None
+    processors = args.engine_kwargs.get("logits_processors")
+    if processors:
+        sampling["logits_processors"] = processors
     for name, value in sampling.items():
         # The log-probs of vLLM are those after truncation (`processed_logprobs`), where cut tokens have probability 0;
         # the learner's are over the whole vocabulary, scaled by the temperature alone.

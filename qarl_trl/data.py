@@ -12,7 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .rewards import last_boxes, text_of
+from .boxes import last_boxes
+from .rewards import text_of
 
 
 if TYPE_CHECKING:

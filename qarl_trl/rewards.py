@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
+from .boxes import has_box_before, last_box, last_boxes, places_of_parts
 from .processes import Worker
 
 
@@ -47,14 +48,7 @@ _OPENING = re.compile(r"[(\[]|\\\{|\\langle")
 _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 # \boxed{18.}, where the sentence ends in the box.
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
-# Between two boxes that math-verify reads as parts of one answer: "$x=\boxed{1}$ or $x=\boxed{2}$".
-_BETWEEN_BOXES = re.compile(
-    r"(?:[\s$,;]|\\[()\[\],;!]|\\q?quad|\\text\{|\}|\b(?:and|or)\b|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
-)
-_JOINS = re.compile(r"[,;]|\b(?:and|or)\b")
 _FINAL_ANSWER = "final answer is"
-# math-verify joins no boxes that are farther apart.
-_NEAR_CHARS = 70
 # What sets words in a formula, and spaces of LaTeX.
 _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
@@ -176,72 +170,6 @@ def math_reward(
     return rewards
 
 
-def last_boxed(text: str) -> str | None:
-    r"""
-    The content of the last `\boxed{...}` or `\fbox{...}`, with balanced braces.
-
-    Args:
-        text: A completion or a solution.
-
-    Returns:
-        `None` if there is no box, or it is not closed.
-    """
-    place = _last_box(text)
-    return None if place is None else text[place[1] : place[2]].strip()
-
-
-def last_boxes(text: str) -> list[str]:
-    r"""
-    The contents of the last boxes that are the parts of one answer, `\boxed{1}` or `\boxed{2}`: as a completion's.
-
-    Args:
-        text: A completion or a solution.
-
-    Returns:
-        In their order; none if there is no box, or the last one is not closed.
-    """
-    return [text[start:end].strip() for _, start, end in _places_of_parts(text)]
-
-
-def _places_of_parts(text: str) -> list[tuple[int, int, int]]:
-    """The places of [`last_boxes`], as [`_last_box`] gives them."""
-    places: list[tuple[int, int, int]] = []
-    place = _last_box(text)
-    while place is not None:
-        places.insert(0, place)
-
-        # Of the boxes before it the one that ends nearest, if only such words stand between as join two parts.
-        begin, _, _ = place
-        place = _last_box(text[:begin])
-        if place is None:
-            break
-        between = text[place[2] + 1 : begin]
-        if not (_BETWEEN_BOXES.fullmatch(between) and _JOINS.search(between)):
-            break
-    return places
-
-
-def _last_box(text: str) -> tuple[int, int, int] | None:
-    """Where the last box begins, and where its content starts and ends; `None` if it is not closed."""
-    begin = max(text.rfind(r"\boxed{"), text.rfind(r"\fbox{"))
-    if begin < 0:
-        return None
-
-    start = text.index("{", begin) + 1
-    depth = 1
-    for position in range(start, len(text)):
-        # \{ and \} are printed braces: {1, 2} as a set.
-        if text[position - 1] == "\\":
-            continue
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-        if depth == 0:
-            return begin, start, position
-    return None
-
-
 def text_of(value: Any) -> str:
     """
     The text of a completion or a reference.
@@ -320,7 +248,7 @@ def _grade(completion: str, reference: str) -> float | None:
         return None
     # math-verify tells words in a formula from the same words out of it: \text{not enough} from "not enough".
     words = _boxed_words(completion)
-    if words and words == (_boxed_words(reference) if _last_box(reference) else _plain(reference)):
+    if words and words == (_boxed_words(reference) if last_box(reference) else _plain(reference)):
         return 1.0
 
     announced = [
@@ -355,27 +283,21 @@ def _with_parts_in_one_box(text: str) -> str:
     Of "$\boxed{2}$, and $\boxed{4}$" math-verify reads the last one alone. Both readings would be two guesses.
     """
     text_without_stops = _STOP_IN_BRACES.sub("", text)
-    places = _places_of_parts(text_without_stops)
+    places = places_of_parts(text_without_stops)
     # What joins the others to one before them is unknown here, and math-verify may know.
-    if len(places) < 2 or _has_box_before(text_without_stops, places[0][0]):
+    if len(places) < 2 or has_box_before(text_without_stops, places[0][0]):
         return text
     return rf"\boxed{{{', '.join(last_boxes(text_without_stops))}}}"
 
 
-def _has_box_before(text: str, begin: int) -> bool:
-    """Whether a box ends so near before a place that math-verify may join it to one that begins there."""
-    before = _last_box(text[:begin])
-    return before is not None and begin - before[2] <= _NEAR_CHARS
-
-
 def _boxed_words(text: str) -> str | None:
     """The last box as plain words, to be compared letter by letter; `None` if another answer stands near it."""
-    place = _last_box(text)
+    place = last_box(text)
     if place is None:
         return None
     begin, start, end = place
     # The two would be parts of one answer, or two guesses.
-    if _has_box_before(text, begin):
+    if has_box_before(text, begin):
         return None
     # math-verify takes what comes after these words, and not the box.
     if _FINAL_ANSWER in text[end:].casefold():

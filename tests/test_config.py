@@ -65,6 +65,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, "a_parameter_of_tomorrow"),
         (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
         (VLLM | {"vllm_engine_kwargs": {"logits_processors": ["mine:Budget"]}}, "logits_processors"),
+        (VLLM | {"generation_kwargs": {"logits_processors": ["mine:Budget"]}}, "logits_processors"),
         # Without an engine there is no mismatch, and it would never stop a run.
         ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),
         (VLLM | {"mismatch_abort_threshold": 0.0}, "mismatch_abort_threshold"),

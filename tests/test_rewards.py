@@ -11,7 +11,7 @@ import pytest
 
 from qarl_trl import rewards
 from qarl_trl.data import final_answer
-from qarl_trl.rewards import last_boxed, last_boxes, math_reward
+from qarl_trl.rewards import math_reward
 
 
 def die_or_grade(completion, reference):
@@ -313,39 +313,3 @@ def test_missing_math_verify_names_the_extra(monkeypatch):
 
     with pytest.raises(ImportError, match=r"pip install qarl_trl\[math\]"):
         math_reward(["1"], ["1"])
-
-
-@pytest.mark.parametrize(
-    ("text", "contents"),
-    [
-        (r"$x_1=\boxed{1}, x_2 = \boxed{2}$", ["1", "2"]),
-        (r"\boxed{1}, \boxed{2}, and \boxed{\boxed{3}}", ["3"]),
-        (r"\(\boxed{1}\) and \(\boxed{2}\)", ["1", "2"]),
-        (r"$\boxed{1}$; $\boxed{2}$", ["1", "2"]),
-        # Another solution, another sentence, a guess that is taken back, a part of the way.
-        (r"$ = \boxed{\frac{2}{3}}.$$OR" + "\n\n" + r"Note $\boxed{\frac23}$", [r"\frac23"]),
-        (r"It is $\boxed{2}$. And then $\boxed{3}$", ["3"]),
-        (r"$\boxed{5}$, not $\boxed{6}$", ["6"]),
-        ("\\boxed{2}\n\n\\boxed{3}", ["3"]),
-        (r"the width is $\boxed{3}$ and so the height is $\boxed{4}$.", ["4"]),
-        (r"\boxed{1} or \boxed{2", []),
-        ("no box", []),
-    ],
-)
-def test_last_boxes_are_those_of_one_answer(text, contents):
-    assert last_boxes(text) == contents
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"a \boxed{1} b \boxed{ \frac{1}{2} } c", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
-        (r"\fbox{7}", "7"),
-        (r"\boxed{1", None),
-        ("no box", None),
-    ],
-)
-def test_last_box_is_found_with_balanced_braces(text, content):
-    assert last_boxed(text) == content

@@ -14,9 +14,10 @@ from lines import additions, write_rows
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl._compat import versions
+from qarl_trl.boxes import last_boxes
 from qarl_trl.quant.layers.layer import quantized_modules
 from qarl_trl.quant.supported import SUPPORTED
-from qarl_trl.rewards import last_boxed, math_reward
+from qarl_trl.rewards import math_reward
 from qarl_trl.rollout import cpu_support
 from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, measure, rewards
 
@@ -376,7 +377,7 @@ ROWS = [
 def pays_for_wrong_answers(completions, answer, **_):
     rewards_of_all = []
     for text, expected in zip(completions, answer, strict=True):
-        rewards_of_all.append(float(last_boxed(text) != expected))
+        rewards_of_all.append(float(last_boxes(text) != [expected]))
     return rewards_of_all
 
 
