@@ -59,16 +59,16 @@ owner:
 # Both tiers in one call, since reading 4,300 tests takes half a minute of each process. Two processes, a file of tests in
 # one of them; some tests of the slow tier run alone (`markers` in pyproject.toml).
 test: install quality
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not alone and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not gpu"
 	$(BIN)/python -m pytest -q -m "slow and alone and not gpu" $(SLOW)
 
 test-fast: install quality
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
 
 # Only the files that mark a test as slow.
 SLOW = $(shell grep -rl --include="test_*.py" "mark.slow" tests)
 test-slow: install
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow and not alone and not gpu" $(SLOW)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not alone and not gpu" $(SLOW)
 	$(BIN)/python -m pytest -q -m "slow and alone and not gpu" $(SLOW)
 
 # The newest versions that go together (requirements/latest.txt), in a second environment: the seams, the quantizer's bytes and
@@ -83,7 +83,7 @@ test-latest: install
 
 # The fast tests, slower, with the lines that they run: docs and issues may ask for it, `make test` does not.
 coverage: install quality
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow and not gpu" --cov qarl_trl --cov-report term:skip-covered
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu" --cov qarl_trl --cov-report term:skip-covered
 
 quality: install
 	$(BIN)/ruff check .

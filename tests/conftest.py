@@ -3,6 +3,7 @@
 import gc
 import os
 import platform
+from collections import Counter
 
 
 # Before torch: OpenMP threads that spin make two busy processes on two cores ten times slower.
@@ -224,3 +225,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NO_FOUR_BITS))
         elif NO_ENGINE and starts_engine(item):
             item.add_marker(pytest.mark.skip(reason=NO_ENGINE))
+
+    # Files with slow tests first, then those with many. With two processes, each taking a whole file at a time, a long
+    # file at the end would leave one of them idle; xdist's own order is by the number of tests alone.
+    tests_of = Counter(item.path for item in items)
+    slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow_files, -tests_of[item.path], item.path))
