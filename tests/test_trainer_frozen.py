@@ -21,7 +21,7 @@ from qarl_trl.quant.layers.frozen import adapter_tensors
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.rollout.vllm.adapters import engine_rank
 from qarl_trl.tools.evaluate.checkpoint import find_checkpoint
-from qarl_trl.tools.export import main as export
+from qarl_trl.tools.export.command import main as export
 
 
 def beside_checkpoint(model: str, folder: Path, **changes):

@@ -14,7 +14,7 @@ from qarl_trl.quant import iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.layers.linear import QuantLinear
 from qarl_trl.quant.start import load_master_weights
 from qarl_trl.tools.evaluate.checkpoint import find_checkpoint
-from qarl_trl.tools.export import main as export
+from qarl_trl.tools.export.command import main as export
 
 
 def packed_weights(trainer) -> dict[str, torch.Tensor]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-from ..checkpoints.folder import MANIFEST
-from ..checkpoints.identity import scheme_fact
-from ..export.files import BASE_CONFIG, LOW_BIT_FOLDER
-from ..quant.layers.layer import LowBitLayer
-from ..quant.match import match_layers
-from ..quant.names import checkpoint_modules
-from ..quant.scheme import describe_scheme
+from ...checkpoints.folder import MANIFEST
+from ...checkpoints.identity import scheme_fact
+from ...export.files import BASE_CONFIG, LOW_BIT_FOLDER
+from ...quant.layers.layer import LowBitLayer
+from ...quant.match import match_layers
+from ...quant.names import checkpoint_modules
+from ...quant.scheme import describe_scheme
 
 
 def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[str, str], model: Any) -> None:

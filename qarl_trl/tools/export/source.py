@@ -1,10 +1,8 @@
-"""`qarl-trl export`: write a low-bit checkpoint for vLLM."""
+"""What an export starts from: a model, or a LoRA adapter and its base, which may be quantized."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,16 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import CommandParser
-
 
 # Modules of the method are imported in the functions: `--help` is instant.
 if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationConfig
+    from ...quant.source import QuantizedSource
 
-    from ..quant.source import QuantizedSource
-
-DEFAULT_SCHEME = "W4A16"
 DEFAULT_TARGETS = ["Linear"]
 
 
@@ -43,121 +36,18 @@ class ExportSource:
     frozen: bool = False
 
 
-def main(argv: Sequence[str]) -> None:
+def find_source(args: argparse.Namespace) -> ExportSource:
     """
-    Quantize a model by round-to-nearest, and write it for vLLM.
+    Find out what the user gave, and check it, without reading weights.
 
     Args:
-        argv: Options of `qarl-trl export`.
+        args: Options of `qarl-trl export`.
 
     Raises:
-        ValueError: if the model cannot be quantized, or the output would overwrite another model.
-        OSError: if the model cannot be read, or the output cannot be written.
+        ValueError: if the folder holds several adapters, shards of FSDP or low bits, or an adapter that fits no causal
+            language model.
     """
-    args = _export_parser().parse_args(argv)
-
-    from transformers import AutoTokenizer
-
-    from ..export import check_target, check_writable, save_low_bit
-    from ..export.card import write_card
-    from ..export.card_facts import base_facts
-    from ..export.files import check_apart, check_generation_config, tensor_shapes
-    from ..quant import apply_quantization
-    from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme
-    from ..quant.source import check_index
-    from ..validate.layers import unused_patterns, words_of_unused
-    from .export_of_run import layers_of_run, say_if_trained_as_another_model
-
-    # All that can be refused is refused before the weights are read.
-    resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
-    source = _find_source(args)
-    # Reads only the headers of the weight files, and so finds one that is cut off.
-    tensor_shapes(args.checkpoint)
-    check_index(Path(args.checkpoint))
-    for folder in (args.checkpoint, source.base):
-        check_generation_config(folder)
-        check_apart(args.output, "output", folder)
-    check_writable(args.output, "output")
-    check_target(args.output)
-
-    model = source.load()
-    # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
-    tokenizer = AutoTokenizer.from_pretrained(_tokenizer_folder(args.checkpoint))
-    trained = layers_of_run(args.checkpoint, model)
-    apply_quantization(
-        model,
-        scheme=_scheme(args, source),
-        targets=args.targets,
-        ignore=DEFAULT_IGNORE if args.ignore is None else args.ignore,
-        group_size=args.group_size,
-    )
-
-    unused = unused_patterns(model, args.ignore or ())
-    if unused:
-        print(f"--ignore: {words_of_unused(unused)}")
-
-    folder = save_low_bit(model, tokenizer, args.output)
-    if trained is not None:
-        say_if_trained_as_another_model(args.checkpoint, args.output, trained, model)
-    template = folder / "chat_template.jinja"
-    if tokenizer.chat_template is None and template.is_file():
-        print(f"{template} is of another model, and an engine uses it: the tokenizer of this one has none. Delete it.")
-    write_card(folder, **base_facts(source.base))
-
-    # Only here: an adapter with master weights below it was merged in training, too.
-    if source.frozen:
-        distance = _distance_to_frozen(
-            model,
-            base=source.quantized_base,
-            adapter=args.checkpoint,
-            first_token=tokenizer.eos_token_id,
-        )
-        print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
-        print(_serving_the_two(args.checkpoint, source.base))
-    print(f"The low-bit checkpoint is in {args.output}. `qarl-trl push` shares it.")
-
-
-def _export_parser() -> argparse.ArgumentParser:
-    """The options of `qarl-trl export`."""
-    parser = CommandParser(
-        prog="qarl-trl export",
-        description="Quantize a checkpoint, or a LoRA adapter merged into its base, by round-to-nearest, and write it "
-        "for vLLM. If the run used the same scheme, the output has the tensors of training. An adapter that is merged "
-        "into a frozen base becomes another policy; the command prints their distance.",
-        example="qarl-trl export runs/sums runs/sums-w4a16",
-    )
-
-    parser.add_argument("checkpoint", help="model folder with high-precision weights, or LoRA adapter")
-    parser.add_argument("output", help="folder to write")
-    parser.add_argument(
-        "--scheme",
-        help="a scheme of `qarl-trl schemes` (default: W4A16, or a quantized base's own)",
-    )
-    parser.add_argument(
-        "--group_size",
-        type=int,
-        help="weights per scale, -1: per channel (default: the scheme's)",
-    )
-    parser.add_argument("--targets", nargs="+", default=DEFAULT_TARGETS, help="modules to quantize (default: Linear)")
-    parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
-    return parser
-
-
-def _scheme(args: argparse.Namespace, source: ExportSource) -> str | QuantizationConfig:
-    """The scheme to quantize with: the user's, or else that of a quantized base."""
-    if args.scheme:
-        return args.scheme
-    if source.quantized_base is not None:
-        return source.quantized_base.plan()
-    return DEFAULT_SCHEME
-
-
-# What can be exported ----------------------------------------------------------------------------------------------
-
-
-def _find_source(args: argparse.Namespace) -> ExportSource:
-    """Find out what the user gave, and check it, without reading weights."""
-    from ..export.files import ADAPTER_CONFIG, LOW_BIT_FOLDER
+    from ...export.files import ADAPTER_CONFIG, LOW_BIT_FOLDER
 
     checkpoint = Path(args.checkpoint)
     # Adapters below a model are others than it: some models are published with theirs.
@@ -187,7 +77,7 @@ def _find_source(args: argparse.Namespace) -> ExportSource:
 
 def _named_adapters(checkpoint: Path) -> list[str]:
     """The adapters that peft saved into folders of their names, as it does with all but "default"."""
-    from ..export.files import ADAPTER_CONFIG, is_of_run
+    from ...export.files import ADAPTER_CONFIG, is_of_run
 
     names = sorted(file.parent.name for file in checkpoint.glob(f"*/{ADAPTER_CONFIG}"))
     # TRL keeps the start of the run in the second.
@@ -202,8 +92,8 @@ def _others_of_run(checkpoint: Path, named: Sequence[str]) -> list[str]:
         checkpoint: The folder, with peft's first adapter.
         named: From [`_named_adapters`].
     """
-    from ..checkpoints.folder import read_manifest
-    from ..export.files import ADAPTER_CONFIG
+    from ...checkpoints.folder import read_manifest
+    from ...export.files import ADAPTER_CONFIG
 
     try:
         files = read_manifest(checkpoint)["files"]
@@ -213,9 +103,14 @@ def _others_of_run(checkpoint: Path, named: Sequence[str]) -> list[str]:
     return [name for name in named if f"{name}/{ADAPTER_CONFIG}" in files]
 
 
-def _tokenizer_folder(checkpoint: str) -> str:
-    """Where the tokenizer of a model is: of an adapter with a name of its own, in the folder above peft's."""
-    from ..export.files import ADAPTER_CONFIG
+def tokenizer_folder(checkpoint: str) -> str:
+    """
+    Where the tokenizer of a model is: of an adapter with a name of its own, in the folder above peft's.
+
+    Args:
+        checkpoint: Folder of the model or adapter, or a Hub id.
+    """
+    from ...export.files import ADAPTER_CONFIG
 
     folder = Path(checkpoint).absolute()
     names = ("tokenizer_config.json", "tokenizer.json")
@@ -227,7 +122,7 @@ def _tokenizer_folder(checkpoint: str) -> str:
 
 def _full_checkpoint(name: str) -> ExportSource:
     """A model with all its weights, in high precision."""
-    from ..quant.source import quantized_source
+    from ...quant.source import quantized_source
 
     if quantized_source(name) is not None:
         # Rounding low bits once more would give another model than the one that was trained.
@@ -268,8 +163,8 @@ def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
     """A LoRA adapter, to be merged into its base; `adapter` is its folder, in or below that of `args`."""
     from peft import PeftConfig
 
-    from ..export.files import base_of, tensor_shapes
-    from ..quant.source import quantized_source
+    from ...export.files import base_of, tensor_shapes
+    from ...quant.source import quantized_source
 
     # On a language model peft would drop the head of a classifier, in silence.
     task = PeftConfig.from_pretrained(adapter).task_type
@@ -283,7 +178,7 @@ def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
     if quantized_base is not None:
         return _adapter_of_quantized_base(args, adapter, quantized_base, hub)
 
-    tokenizer = _tokenizer_folder(args.checkpoint)
+    tokenizer = tokenizer_folder(args.checkpoint)
     return ExportSource(base=base, load=partial(_load_onto_whole_base, base, adapter, tokenizer, hub))
 
 
@@ -312,7 +207,7 @@ def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str
 
 def _rows_of_embedding(model: Any, adapter: str) -> int | None:
     """The number of rows of the embedding in an adapter's file; `None` if it has none, as most."""
-    from ..export.files import shapes_in, weight_files
+    from ...export.files import shapes_in, weight_files
 
     embedding = model.get_input_embeddings().weight
     shapes = shapes_in(weight_files(Path(adapter)))
@@ -347,7 +242,7 @@ def _adapter_of_quantized_base(
     A LoRA adapter in the folder `adapter` whose base is a compressed-tensors checkpoint; `hub` has the base's
     revision, if it has one.
     """
-    from ..export.files import BASE_CONFIG, check_base
+    from ...export.files import BASE_CONFIG, check_base
 
     changes_layers = args.group_size or args.targets != DEFAULT_TARGETS or args.ignore is not None
     if changes_layers and not args.scheme:
@@ -368,69 +263,7 @@ def _adapter_of_quantized_base(
 
 def _load_onto_quantized_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
     """The adapter as a `PeftModel`, on the base's low bits as high-precision weights."""
-    from ..quant.start import load_master_weights
+    from ...quant.start import load_master_weights
 
     # PEFT would load the base by transformers, whose model has no weights that could be quantized again.
     return _with_adapter(load_master_weights(base, dtype="auto", **hub), adapter)
-
-
-def _distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -> float:
-    """
-    The distance of an exported model from the policy that was trained, an adapter beside its frozen low-bit base.
-
-    Args:
-        model: The quantized model, a `PeftModel`.
-        base: The `QuantizedSource` of the base.
-        adapter: The adapter's folder.
-        first_token: The token that both models continue.
-
-    Returns:
-        Mean absolute log-prob difference, nats per token, over 256 tokens that the adapter on its frozen base samples;
-        over fewer if its context has no room for them.
-    """
-    import torch
-    from peft import PeftModel
-
-    from ..quant.layers.frozen import align_adapters
-    from ..quant.start import load_master_weights
-    from ..rollout.sync_check.learner_logps import learner_logps
-
-    low_bit_base = load_master_weights(str(base.folder), freeze=base.plan())
-    frozen: Any = PeftModel.from_pretrained(low_bit_base, adapter)
-    # In training, adapters round as the engine's do.
-    align_adapters(frozen)
-
-    # Beyond its positions a model was never trained. One is the first token's.
-    positions = getattr(frozen.config.get_text_config(), "max_position_embeddings", None)
-    length = 256 if positions is None else min(256, positions - 1)
-    # So that two exports of one adapter print the same distance.
-    torch.manual_seed(0)
-    (tokens,) = frozen.generate(
-        torch.tensor([[first_token]]),
-        # From the whole distribution: the base's generation_config.json may have a top_k and a top_p.
-        do_sample=True,
-        top_k=0,
-        top_p=1.0,
-        min_new_tokens=length,
-        max_new_tokens=length,
-    )
-    token_ids = tokens.tolist()
-
-    # Under the autocast of training, so that both round activations as they do there.
-    with torch.autocast("cpu", torch.bfloat16):
-        exported_logps = learner_logps(model, token_ids).plain
-        frozen_logps = learner_logps(frozen, token_ids).plain
-    return (exported_logps - frozen_logps).abs().mean().item()
-
-
-def _serving_the_two(adapter: str, base: str) -> str:
-    """How to keep the policy that was trained beside a frozen base."""
-    from ..export.card import served_rank
-    from ..export.files import ADAPTER_CONFIG
-
-    rank = json.loads(Path(adapter, ADAPTER_CONFIG).read_text())["r"]
-    command = (
-        f"vllm serve {os.path.normpath(base)} --enable-lora --max-lora-rank {served_rank(rank)} "
-        f"--lora-modules policy={adapter}"
-    )
-    return f"To keep the policy that was trained, serve the two: {command}"

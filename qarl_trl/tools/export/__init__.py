@@ -1,0 +1,1 @@
+"""`qarl-trl export`: write a low-bit checkpoint for vLLM."""
