@@ -40,6 +40,26 @@ def check_adapter(config: Any, args: RunSettings) -> None:
         raise ValueError("optim_muon must be False with LoRA: Muon steps of A and B are no Muon step of W + s B A.")
 
 
+def check_one_active(model: Any) -> None:
+    """
+    Refuse a `PeftModel` with several active adapters, or with another one than it names: layers compute with those
+    that are active, and the files of a run are of the one that the model names.
+
+    Args:
+        model: The trainer's `PeftModel`.
+
+    Raises:
+        ValueError: with their names.
+    """
+    # `model.base_model.set_adapter` takes several, and leaves the name in `model.active_adapter` as it is.
+    active = model.active_adapters
+    if active != [model.active_adapter]:
+        raise ValueError(
+            f"One adapter of the PeftModel must be active, the one that model.active_adapter names, "
+            f"{model.active_adapter!r}; got {', '.join(active)}. Call model.set_adapter({active[0]!r})."
+        )
+
+
 def check_saved(model: Any) -> None:
     """
     Refuse a `PeftModel` that trains parameters which peft does not save: a resumed run would begin with their first

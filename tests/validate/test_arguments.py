@@ -179,6 +179,25 @@ def test_a_model_that_no_step_would_change_is_refused(tmp_path, tiny_model, sche
     check_arguments(frozen, args, {"peft_config": lora})
 
 
+def test_of_several_adapters_one_is_active_and_the_model_names_it(tmp_path, tiny_model):
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    model = get_peft_model(tiny_model(num_hidden_layers=1), lora)
+    model.add_adapter("second", lora)
+    args = config(tmp_path / "run")
+
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(ValueError, match=r"'default'; got default, second. Call model.set_adapter\('default'\)"):
+        check_arguments(model, args, {})
+    # The layers compute with the second, and a run would save the first.
+    model.base_model.set_adapter("second")
+    with pytest.raises(ValueError, match=r"'default'; got second. Call model.set_adapter\('second'\)"):
+        check_arguments(model, args, {})
+
+    # Control: as the message says.
+    model.set_adapter("second")
+    check_arguments(model, args, {})
+
+
 def test_a_run_in_which_nothing_is_in_low_bits_is_said(tmp_path, caplog):
     def warned(**changes):
         caplog.clear()
