@@ -398,7 +398,12 @@ def tried(place: Path, kind: str, wrong: Any, argv: list[str]) -> tuple[str, str
     for folder in ("next", "out", "page"):
         shutil.rmtree(place / folder, ignore_errors=True)
 
+    # An engine that begins writes its rank into the environment, and the next training would seem distributed.
+    environment = dict(os.environ)
     ended, said = outcome(argv)
+    os.environ.clear()
+    os.environ.update(environment)
+
     command = " ".join(argv[:1])
     words = f"{command}, {wrong!r}: {' '.join(said.split())}"
     row = (kind, ended, words.replace(str(place), ""))
