@@ -105,7 +105,15 @@ def skeleton(config: PretrainedConfig, args: RunSettings) -> nn.Module:
     Args:
         config: The model's unquantized config.
         args: Settings of the run.
+
+    Raises:
+        ValueError: if its embedding has no rows.
     """
+    # torch fails at the row of the padding token, with an error that names no setting.
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if rows is not None and rows < 1:
+        raise ValueError(f"vocab_size in the model's config.json must be above 0, got {rows}.")
+
     architecture = architecture_of(config)
     with torch.device("meta"):
         if architecture is None:

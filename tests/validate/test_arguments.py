@@ -40,6 +40,8 @@ def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads
     [
         ({"adam_beta1": 2.0}, "adam_beta1"),
         ({"adam_beta2": 1.0}, "adam_beta2"),
+        ({"optim_args": "x"}, "optim_args"),
+        ({"optim_args": "a=1,b"}, "optim_args"),
         ({"save_strategy": "steps", "save_steps": 0}, "save_steps"),
     ],
 )
@@ -47,7 +49,9 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     with pytest.raises(ValueError, match=f"{name} must be"):
         check_arguments("org/model", config(tmp_path, **changes), {})
 
-    check_arguments("org/model", config(tmp_path), {})  # control
+    # Controls.
+    check_arguments("org/model", config(tmp_path), {})
+    check_arguments("org/model", config(tmp_path, optim_args="momentum=0.9, nesterov=True"), {})
 
 
 WITH_SERVER = {

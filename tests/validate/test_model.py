@@ -9,7 +9,7 @@ from conftest import make_model
 from peft import LoraConfig
 
 from qarl_trl.validate import check_run, config_of
-from qarl_trl.validate.model import check_saved_generation_config
+from qarl_trl.validate.model import check_saved_generation_config, skeleton
 
 
 def test_a_model_that_is_nowhere_is_named(tmp_path):
@@ -60,3 +60,12 @@ def test_a_pad_token_that_the_trainer_replaces_is_not_refused(tmp_path):
     model.generation_config.pad_token_id = -1
 
     check_saved_generation_config(model, config(tmp_path))
+
+
+def test_a_vocabulary_without_tokens_is_refused_by_its_name(tmp_path):
+    settings = make_model().config
+    skeleton(settings, config(tmp_path))  # control
+
+    settings.vocab_size = 0
+    with pytest.raises(ValueError, match="vocab_size in the model's config.json must be above 0, got 0"):
+        skeleton(settings, config(tmp_path))
