@@ -47,6 +47,10 @@ CASES = [
 ]
 FAMILIES = {"biased": "Qwen2", "llama": "Llama"}  # otherwise Qwen3
 TOKENS = {"dense": 4_000}  # otherwise 1,000
+# The kernels of each scheme with several threads, by which they divide rows and columns; the other cases with those of
+# the process of the tests.
+SEVERAL_THREADS = ("dense", "few")
+THREADS = 2
 # Linear layers of a block, by whether `random_adapter` adapts them.
 ADAPTED = ["down_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 NOT_ADAPTED = ["gate_proj", "k_proj"]
@@ -215,7 +219,8 @@ def outcome(request, tmp_path_factory):
     scheme, kind = request.param
     folder = tmp_path_factory.mktemp(f"{scheme}-{kind}")
     model = save_model(folder / "model", family=FAMILIES.get(kind, "Qwen3"), norms=True)
-    return kind, folder, isolated(_train_and_compare, model, str(folder), scheme, kind)
+    threads = THREADS if kind in SEVERAL_THREADS else None
+    return kind, folder, isolated(_train_and_compare, model, str(folder), scheme, kind, threads=threads)
 
 
 def test_forward_synced_and_saved_tensors_are_the_same_bytes(outcome):
@@ -260,7 +265,8 @@ def test_a_fresh_engine_from_the_saved_checkpoint_answers_bit_for_bit_the_same(o
         return
 
     saved = folder / "saved" / "low_bit" if kind == "lora" else folder / "saved"
-    assert isolated(fresh_engine_logprobs, str(saved)) == result["answers"]
+    threads = THREADS if kind in SEVERAL_THREADS else None
+    assert isolated(fresh_engine_logprobs, str(saved), threads=threads) == result["answers"]
 
 
 # Long answers --------------------------------------------------------------------------------------------------------
@@ -281,5 +287,6 @@ def _compare_long_answers(model: str, folder: str) -> float:
 
 def test_answers_of_900_tokens_have_equal_log_probs(tmp_path):
     """With 8-bit activations; the control is in slow/test_attention.py."""
-    differing = isolated(_compare_long_answers, save_model(tmp_path / "model", norms=True), str(tmp_path / "run"))
+    model = save_model(tmp_path / "model", norms=True)
+    differing = isolated(_compare_long_answers, model, str(tmp_path / "run"), threads=THREADS)
     assert differing == 0
