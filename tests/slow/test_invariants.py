@@ -39,13 +39,14 @@ pytestmark = pytest.mark.slow
 # tests/quant has biases and adapters in every scheme.
 CASES = [
     *((scheme, "dense") for scheme in ("W4A16", "W4A16_ASYM", "FP8_DYNAMIC", "W8A8")),
-    ("W4A8", "few"),  # samples, since torch's 4-bit kernel is a scalar loop on x86
+    ("W4A8", "few"),  # samples of a narrow model, since torch's 4-bit kernel is a scalar loop on x86
     ("FP8_DYNAMIC", "biased"),
     ("FP8_DYNAMIC", "llama"),
     ("W4A16", "lora"),
     ("W8A8", "lora"),
 ]
 FAMILIES = {"biased": "Qwen2", "llama": "Llama"}  # otherwise Qwen3
+WIDTHS = {"few": 128}  # otherwise 256
 TOKENS = {"dense": 4_000}  # otherwise 1,000
 # The kernels of each scheme with several threads, by which they divide rows and columns; the other cases with those of
 # the process of the tests.
@@ -218,7 +219,8 @@ def _write(model: torch.nn.Module, values: Tensors) -> None:
 def outcome(request, tmp_path_factory):
     scheme, kind = request.param
     folder = tmp_path_factory.mktemp(f"{scheme}-{kind}")
-    model = save_model(folder / "model", family=FAMILIES.get(kind, "Qwen3"), norms=True)
+    family = FAMILIES.get(kind, "Qwen3")
+    model = save_model(folder / "model", family=family, norms=True, width=WIDTHS.get(kind, 256))
     threads = THREADS if kind in SEVERAL_THREADS else None
     return kind, folder, isolated(_train_and_compare, model, str(folder), scheme, kind, threads=threads)
 
