@@ -41,6 +41,10 @@ from qarl_trl.rollout import cpu_support
 
 # One arithmetic for tests and engines, set before anything is computed.
 choose_arithmetic()
+# Toys gain nothing from a second thread. Beside another process of tests it has to wait for a core, and the first one
+# for it: thousands of times in a short training.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
 # Why vLLM's CPU engine, or its 4-bit kernel, does not run here; `None` where it does.
 NO_ENGINE = cpu_support.why_no_engine(cpu_support.cpu_flags(), platform.machine())
 NO_FOUR_BITS = cpu_support.why_no_engine(cpu_support.cpu_flags(), platform.machine(), four_bits=True)
@@ -145,6 +149,15 @@ def save_chat_model(folder):
     make_model(max_position_embeddings=512).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def several_threads():
+    """As engines have them: kernels divide their work by the number of threads, and so may their sums."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(max(2, number))
+    yield
+    torch.set_num_threads(number)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from qarl_trl.cpu_exact.ops import use_engine_ops
 from qarl_trl.tools.evaluate.sample import start_engine
 
 
+pytestmark = pytest.mark.usefixtures("several_threads")
 CHOSEN_VARIABLES = ("VLLM_CPU_INT4_W4A8", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_ATTN_SPLIT_KV")
 
 

@@ -8,7 +8,7 @@ from qarl_trl.cpu_exact import kernels
 from qarl_trl.quant.kv_cache import FORMATS, round_to_cache
 
 
-pytestmark = pytest.mark.avx512
+pytestmark = [pytest.mark.avx512, pytest.mark.usefixtures("several_threads")]
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from qarl_trl.cpu_exact.ops import (
 from qarl_trl.quant.kv_cache import round_to_cache
 
 
+pytestmark = pytest.mark.usefixtures("several_threads")
 SIZES = {
     "vocab_size": 32,
     "hidden_size": 64,

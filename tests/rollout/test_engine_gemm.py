@@ -13,7 +13,7 @@ from qarl_trl.rollout.engine_gemm import EngineGemm
 from qarl_trl.rollout.vllm.linear_layer import engine_product
 
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.usefixtures("several_threads")]
 BF16 = torch.bfloat16
 
 

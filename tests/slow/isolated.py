@@ -46,9 +46,13 @@ class _Child:
     receiver: Connection
 
 
-def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600) -> Any:
-    """`function(*args)` in a process of its own; its exception is raised here with the child's traceback."""
-    (result,) = _run(function, args, [{}], timeout)
+def isolated(function: Callable[..., Any], *args: Any, timeout: float = 600, threads: int | None = None) -> Any:
+    """
+    `function(*args)` in a process of its own; its exception is raised here with the child's traceback.
+
+    `threads` is torch's number of them there, by default that of this process.
+    """
+    (result,) = _run(function, args, [{}], timeout, threads)
     return result
 
 
@@ -92,14 +96,20 @@ def _unlink_shared_memory(*patterns: str) -> None:
 # In the parent -------------------------------------------------------------------------------------------------------
 
 
-def _run(function: Callable[..., Any], args: tuple, environments: list[dict[str, str]], timeout: float) -> list[Any]:
+def _run(
+    function: Callable[..., Any],
+    args: tuple,
+    environments: list[dict[str, str]],
+    timeout: float,
+    threads: int | None = None,
+) -> list[Any]:
     """What `function(*args)` returned in one process for each environment."""
     os.environ.update(ENVIRONMENT)
     context = _context()
     children: list[_Child] = []
     try:
         for environment in environments:
-            children.append(_start(context, function, args, environment))
+            children.append(_start(context, function, args, environment, threads or torch.get_num_threads()))
         return _collect(function.__name__, children, timeout)
     finally:
         for child in children:
@@ -116,9 +126,11 @@ def _context() -> Any:
     return context
 
 
-def _start(context: Any, function: Callable[..., Any], args: tuple, environment: dict[str, str]) -> _Child:
+def _start(
+    context: Any, function: Callable[..., Any], args: tuple, environment: dict[str, str], threads: int
+) -> _Child:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, args, dict(os.environ) | environment))
+    process = context.Process(target=_call, args=(sender, function, args, dict(os.environ) | environment, threads))
     process.start()
     # The child has its own: as long as this one is open, the end of the child would not end the pipe.
     sender.close()
@@ -177,12 +189,13 @@ def _kill(process: Any) -> None:
 # In the child --------------------------------------------------------------------------------------------------------
 
 
-def _call(sender: Any, function: Callable[..., Any], args: tuple, environment: dict[str, str]) -> None:
+def _call(sender: Any, function: Callable[..., Any], args: tuple, environment: dict[str, str], threads: int) -> None:
     os.setpgrp()
     # The fork server has the environment of its own start.
     os.environ.clear()
     os.environ.update(environment)
     choose_arithmetic()
+    torch.set_num_threads(threads)
 
     try:
         outcome = (True, function(*args))

@@ -21,7 +21,8 @@ from qarl_trl.rollout.engine_gemm import EngineGemm
 from qarl_trl.rollout.vllm import linear_layer, start
 
 
-pytestmark = pytest.mark.slow  # vLLM takes seconds to import
+# vLLM takes seconds to import.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("several_threads")]
 BF16 = torch.bfloat16
 
 
