@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,12 +84,7 @@ def load_math_dataset(
             prompt = _prompt(problem, prompt_template, system_prompt, conversational)
         return {"prompt": prompt, "answer": final_answer(row[answer_column])}
 
-    converted = dataset.map(
-        convert,
-        remove_columns=dataset.column_names,
-        features=_features(conversational, ["prompt", "answer"]),
-        desc="Reading problems",
-    )
+    converted = _converted(dataset, convert, _features(conversational, ["prompt", "answer"]), "Reading problems")
     lacking = f"(split {split!r}) lack a problem in {problem_column!r} or an answer in {answer_column!r}"
     advice = f"Set problem_column or answer_column: {dataset.column_names}."
     return _complete_rows(converted, f"rows of {name_or_path!r} {lacking}", advice)
@@ -140,15 +135,30 @@ def load_prompts(
             converted["completion"] = _completion(_as_written(row[completion_column]), conversational)
         return converted
 
-    converted = dataset.map(
-        convert,
-        remove_columns=dataset.column_names,
-        features=_features(conversational, columns),
-        desc="Reading prompts",
-    )
+    converted = _converted(dataset, convert, _features(conversational, columns), "Reading prompts")
     lacking = f"(split {split!r}) lack a {' or a '.join(columns)}"
     advice = f"Set problem_column or completion_column: {dataset.column_names}."
     return _complete_rows(converted, f"rows of {name_or_path!r} {lacking}", advice)
+
+
+def _converted(
+    dataset: Dataset, convert: Callable[[dict[str, Any]], dict[str, Any]], features: Features, title: str
+) -> Dataset:
+    """
+    The rows as `convert` reads them, without the columns that they had.
+
+    In memory, and never from datasets' files of an earlier run: these are known by the code of `convert` alone and not
+    by that of the functions which it calls, so that a later version would train on what an earlier one had read. What
+    TRL maps afterwards is known by these rows, and so is not read from a file either.
+    """
+    return dataset.map(
+        convert,
+        remove_columns=dataset.column_names,
+        features=features,
+        desc=title,
+        load_from_cache_file=False,
+        keep_in_memory=True,
+    )
 
 
 def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool, is_prompt: bool = True) -> None:

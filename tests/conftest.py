@@ -41,10 +41,6 @@ from qarl_trl.rollout import cpu_support
 
 # One arithmetic for tests and engines, set before anything is computed.
 choose_arithmetic()
-# Toys gain nothing from a second thread. Beside another process of tests it has to wait for a core, and the first one
-# for it: thousands of times in a short training.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
 # Why vLLM's CPU engine, or its 4-bit kernel, does not run here; `None` where it does.
 NO_ENGINE = cpu_support.why_no_engine(cpu_support.cpu_flags(), platform.machine())
 NO_FOUR_BITS = cpu_support.why_no_engine(cpu_support.cpu_flags(), platform.machine(), four_bits=True)
@@ -216,6 +212,13 @@ def pytest_runtest_makereport(item):
         report.outcome = "skipped"
         report.longrepr = (str(item.path), line, f"Skipped: {NO_FOUR_BITS}")
     return report
+
+
+def pytest_configure(config):
+    # Toys gain nothing from a second thread. Beside another process of tests it has to wait for a core, and the first
+    # one for it: thousands of times in a short training. In a hook, because processes of tests import this file, too.
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
 
 
 def pytest_collection_finish():

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from lines import write_rows
 
-from qarl_trl.data import final_answer, load_math_dataset, load_prompts, local_path
+from qarl_trl.data import final_answer, load_math_dataset, load_prompts, load_rows, local_path
 
 
 BOXED = "{problem}\nAnswer in \\boxed{}."
@@ -120,6 +120,22 @@ def test_messages_of_the_data_are_kept_around_the_template(write):
 
     replaced = {"role": "system", "content": "Be brief."}
     assert first(system_prompt="Be brief.")["prompt"] == [replaced, *user("1+1?")]
+
+
+def test_no_file_is_left_that_a_later_version_would_read_in_place_of_the_data(write, tmp_path):
+    """datasets knows such a file by the code of one function, and of those that this one calls by their names."""
+    file = write([{"problem": "1+1", "answer": "2"}])
+    rows = load_math_dataset(file)
+    prompts = load_prompts(file)
+    assert not list(tmp_path.rglob("cache-*.arrow"))
+
+    # What is made of them stays in memory, too.
+    rows.map(lambda row: {"answer": "3"})
+    prompts.map(lambda row: {"prompt": "3"})
+    assert not list(tmp_path.rglob("cache-*.arrow"))
+    # Control: rows in a file.
+    load_rows(file, "train").map(lambda row: {"answer": "3"})
+    assert list(tmp_path.rglob("cache-*.arrow"))
 
 
 def test_an_answer_after_the_question_is_no_part_of_the_prompt(write):

@@ -117,21 +117,25 @@ def streams_its_weights(trainer_class: type) -> bool:
 
 @contextmanager
 def construction(
-    trainer_class: type, build_engine: Callable[..., Any], load: Callable[..., Any] | None
+    trainer_class: type,
+    build_engine: Callable[..., Any],
+    load: Callable[..., Any] | None,
+    join_digest: Callable[[str, Any], str],
 ) -> Iterator[None]:
     """
     Make the constructor of a TRL trainer build its engine and load its models our way.
 
-    Replaced in the trainer's module (TRL 1.16): `VLLMGeneration`, `create_model_from_path` and `prepare_fsdp`. TRL has
-    no argument for the first two (https://github.com/huggingface/trl/pull/6816 would add one for the engine). If a
-    name is gone, `patch` raises `AttributeError`; if TRL builds its engine by another one, `LowBitMixin` raises,
-    because the engine is not ours.
+    Replaced in the trainer's module (TRL 1.16): `VLLMGeneration`, `create_model_from_path`, `prepare_fsdp`, and
+    `hash_module` where a trainer keeps log-probs of its reference (DPO, KTO). TRL has no argument for the first two
+    (https://github.com/huggingface/trl/pull/6816 would add one for the engine). If a name is gone, `patch` raises
+    `AttributeError`; if TRL builds its engine by another one, `LowBitMixin` raises, because the engine is not ours.
 
     Args:
         trainer_class: A subclass of a trainer of TRL.
         build_engine: Stands for TRL's `VLLMGeneration`, with its arguments.
         load: Loads the policy and the reference, called as `load(name, **model_init_kwargs)`. TRL's own loader
             (`None`) would give a compressed checkpoint to transformers' quantizer, whose model has no master weights.
+        join_digest: Joins to TRL's digest of a model what that has not, called as `join_digest(digest, model)`.
     """
     module = import_module(trl_module(trainer_class))
 
@@ -150,7 +154,19 @@ def construction(
         stack.enter_context(_prepared_teacher())
         if load is not None:
             stack.enter_context(patch(f"{module.__name__}.{_LOADER}", load))
+        if hasattr(module, "hash_module"):
+            stack.enter_context(_joined_digest(module, join_digest))
         yield
+
+
+def _joined_digest(module: Any, join_digest: Callable[[str, Any], str]) -> AbstractContextManager:
+    """Join to the digest that TRL's trainer makes of its reference what `join_digest` adds."""
+    original = module.hash_module
+
+    def hash_module(model: Any) -> str:
+        return join_digest(original(model), model)
+
+    return patch.object(module, "hash_module", hash_module)
 
 
 def _shared_zeros() -> AbstractContextManager:

@@ -15,6 +15,7 @@ from torch import nn
 
 from .._compat.sharding import sharding_of
 from ..export.files import digest
+from ..quant.digest import with_low_bits
 from ..quant.names import adapter_configs, base_model
 from ..quant.scheme import describe_scheme
 from .changes import compared_settings
@@ -33,6 +34,8 @@ _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules",
 SETTINGS = "settings"
 # The entry of the reward functions among them. It is in no config.
 REWARDS = "reward_funcs"
+# Arguments of a trainer with rewards that decide what the policy is asked and answers. They are in no config, either.
+_OF_ROLLOUTS = ("rollout_func", "tools", "environment_factory")
 # About so many numbers of each loaded weight are compared.
 _SAMPLES = 256
 # Rows of a data set that are read at once.
@@ -67,7 +70,9 @@ def identity_of(
         # It was loaded before, with a dtype that the settings do not say.
         settings["model_init_kwargs"]["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
     if trainer_arguments.get("reward_funcs") is not None:
-        settings[REWARDS] = _names_of_rewards(trainer_arguments["reward_funcs"])
+        settings[REWARDS] = _names_of(trainer_arguments["reward_funcs"])
+        for name_of_argument in _OF_ROLLOUTS:
+            settings[name_of_argument] = _names_of(trainer_arguments.get(name_of_argument) or [])
 
     facts = {
         "model": name,
@@ -190,7 +195,8 @@ def _weights_of(model: nn.Module, without: tuple[str, ...] = ()) -> str:
 
 def _weights_beside(model: nn.Module) -> str:
     """A digest of a loaded model beside the policy. Quantized by GPTQ or AWQ, its weights are buffers."""
-    content = _weights_of(model)
+    # A frozen base is in no `state_dict`.
+    content = with_low_bits(_weights_of(model), model)
     buffers = dict(model.named_buffers())
     # Others are computed, such as the angles of positions.
     stored = [tensor for name, tensor in model.state_dict().items() if name in buffers]
@@ -233,30 +239,32 @@ def _tokenizer_fact(processing_class: Any) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
-def _names_of_rewards(rewards: Any) -> list[str]:
+def _names_of(functions: Any) -> list[str]:
     """
-    The names of reward functions, in their order.
+    The names of functions of a script, in their order.
 
     Args:
-        rewards: One or several functions, reward models or their names.
+        functions: One or several; reward models or their names, too; TRL takes several environments by name.
     """
-    several = rewards if isinstance(rewards, list | tuple) else [rewards]
-    return [_name_of_reward(reward) for reward in several]
+    if isinstance(functions, Mapping):
+        return [f"{name}: {_name_of(function)}" for name, function in functions.items()]
+    several = functions if isinstance(functions, list | tuple) else [functions]
+    return [_name_of(function) for function in several]
 
 
-def _name_of_reward(reward: Any) -> str:
+def _name_of(function: Any) -> str:
     """Module and qualified name of a function; the name of a reward model."""
-    if isinstance(reward, nn.Module):
-        config: Any = reward.config
-        reward = config._name_or_path
-    if isinstance(reward, str):
+    if isinstance(function, nn.Module):
+        config: Any = function.config
+        function = config._name_or_path
+    if isinstance(function, str):
         # A folder may move.
-        return Path(reward).name if Path(reward).is_dir() else reward
+        return Path(function).name if Path(function).is_dir() else function
 
-    while isinstance(reward, partial):
-        reward = reward.func
+    while isinstance(function, partial):
+        function = function.func
     # An object that can be called has the name of its class.
-    named = reward if hasattr(reward, "__qualname__") else type(reward)
+    named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 

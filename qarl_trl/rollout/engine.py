@@ -301,6 +301,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
         Raises:
             RuntimeError: if a completion is missing or empty, or after an earlier failure.
         """
+        # Until then a colocated engine has random weights. TRL's has the start's, and so a callback may ask it before
+        # training, and a resumed trainer samples before its next sync is due (`vllm_sync_frequency`).
+        if self.mode == "colocate" and self.num_syncs == 0:
+            self.sync_weights()
+
         with self._all_or_none("generation"):
             began = time.perf_counter()
             synced_before = self.sync_seconds

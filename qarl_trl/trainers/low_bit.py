@@ -32,6 +32,7 @@ from ..learner.attention import attend_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..metrics.columns import distinct_names
 from ..quant.convert import apply_quantization
+from ..quant.digest import with_low_bits
 from ..quant.layers.layer import check_late_adapters, forget_training, outside_training
 from ..quant.names import base_model, has_untied_head, untie
 from ..quant.source import QuantizedSource
@@ -116,16 +117,24 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             by_place[list(arguments).index("model")] = anchor_model(model)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
-        with construction(type(self), partial(self._build_engine, args), self._loader(args)):
+        with construction(type(self), partial(self._build_engine, args), self._loader(args), with_low_bits):
             super().__init__(*by_place, **named)
 
         if args.has_engine:
-            if not isinstance(self.vllm_generation, LowBitVLLMGeneration):
-                raise RuntimeError(f"TRL built a {type(self.vllm_generation).__name__} instead of the low-bit engine.")
+            engine = getattr(self, "vllm_generation", None)
+            if not isinstance(engine, LowBitVLLMGeneration):
+                raise RuntimeError(
+                    f"{of_trl} must sample by TRL's VLLMGeneration, which the low-bit engine stands for, got "
+                    f"{type(engine).__name__}. Set use_vllm=False."
+                )
         else:
             check_end_tokens(self)
             # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
+            # TRL's DPO and KTO, whose reference is the policy without its adapter, made it of the model before.
+            digest = getattr(self, "_precompute_model_hash", None)
+            if digest is not None and self.ref_model is None and not args.frozen:
+                self._precompute_model_hash = with_low_bits(digest, self.model)
 
         if args.quantized:
             warn_of_rounded_weights(self.model, args.learning_rate)

@@ -301,7 +301,10 @@ class LowBitConfig:
 
         check_choices(self)
         if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
-            raise ValueError("metric_for_best_model and load_best_model_at_end must be off: the last ones are kept.")
+            raise ValueError(
+                "metric_for_best_model and load_best_model_at_end must be off: the last ones are kept. In place of "
+                "EarlyStoppingCallback, which needs the first, a callback may set control.should_training_stop."
+            )
         if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
             raise ValueError("hub_strategy must be 'end': training checkpoints are not pushed.")
         if self.quantized:

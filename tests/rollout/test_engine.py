@@ -225,6 +225,20 @@ def test_a_sync_inside_of_a_generation_counts_as_a_sync(monkeypatch):
     assert engine.rollout_seconds >= 0.2
 
 
+def test_a_colocated_engine_never_answers_from_the_random_weights_of_its_start(monkeypatch):
+    """A callback may ask it before training, and a resumed trainer before its next sync is due."""
+    let_trl_return_the_prompts(monkeypatch)
+    order = []
+    engine = generation(order)
+    engine.num_syncs = 0
+
+    engine.generate([[1]])
+    assert order == ["send", "check 1"]
+    # Control: it has weights now.
+    engine.generate([[1]])
+    assert order == ["send", "check 1"]
+
+
 @pytest.mark.parametrize(
     ("prompts", "requests"),
     [

@@ -5,12 +5,15 @@ and a config of a user's own.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_dataset
+from lines import write_rows
+from peft import LoraConfig
 from slow.toys import distinct_characters, prompts, save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import (
@@ -405,3 +408,51 @@ def test_a_trainer_that_streams_master_weights_to_its_server_is_refused(model, t
 
 def test_the_config_takes_json_for_the_fields_of_both_halves():
     assert {"vllm_engine_kwargs", "model_init_kwargs"} <= set(LowBitSFTConfig._VALID_DICT_FIELDS)
+
+
+# References that TRL computes once and keeps on disk -----------------------------------------------------------------
+
+
+@pytest.fixture
+def pairs_from(tmp_path):
+    """Pairs of answers from a file: TRL keeps the log-probs beside the file that datasets makes of it."""
+
+    def pairs(first):
+        file = tmp_path / f"{first}.jsonl"
+        rows = [{"prompt": f"{n}+1=", "chosen": f"{n + 1}#", "rejected": f"{n}#"} for n in range(first, first + 16)]
+        if not file.exists():
+            write_rows(file, rows)
+        return load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
+
+    return pairs
+
+
+def with_a_stored_reference(model, folder, train_dataset, **changes):
+    # Without a length TRL filters the data by no function whose key has the settings in it.
+    of_run = {"max_steps": 1, "precompute_ref_log_probs": True, "max_length": None}
+    args = LowBitDPOConfig(**settings(folder, **of_run | changes))
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    return LowBitDPOTrainer(model, args=args, train_dataset=train_dataset, peft_config=adapter)
+
+
+def test_the_low_bits_of_a_frozen_base_have_a_reference_of_their_own(model, pairs_from, tmp_path):
+    def reference(folder, group_size):
+        of_run = {"lora_base": "frozen", "quant_group_size": group_size}
+        trainer = with_a_stored_reference(model, tmp_path / folder, pairs_from(40), **of_run)
+        return trainer.train_dataset["ref_chosen_logps"]
+
+    groups_of_128 = reference("first", 128)
+    assert reference("other", 32) != groups_of_128
+    # Control: the same low bits.
+    assert reference("again", 128) == groups_of_128
+
+
+def test_a_reference_in_low_bits_is_none_for_a_run_in_high_precision(model, pairs_from, tmp_path):
+    """TRL computes that of a data set for `evaluate` after the layers are quantized."""
+    with_a_stored_reference(model, tmp_path / "low", pairs_from(40)).evaluate(pairs_from(60))
+
+    # The adapter is 0 before training, so that policy and reference are one model.
+    in_high_precision = with_a_stored_reference(model, tmp_path / "high", pairs_from(40), quant_scheme="none")
+    metrics = in_high_precision.evaluate(pairs_from(60))
+    assert metrics["eval_rewards/chosen"] == 0
+    assert metrics["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)  # one rounding of float32
