@@ -41,6 +41,8 @@ KILLS_PER_RUN = 5
 # Kills in all of each of these kinds.
 SERVERS = 2
 SHARED = 2
+# Runs of each kind in which such a kill is tried: on a slow machine it may come too late each time.
+TRIES = 8
 # Settings of the runs that are killed in `base/`.
 FROZEN = {"lora_base": "frozen", "optim_muon": False, "quant_group_size": 64}
 
@@ -224,7 +226,8 @@ def next_kind(runs: list[dict[str, Any]], kills: int) -> str | None:
         kills: How many kills are wanted in runs by the engine and by transformers together.
     """
     for kind in PHASES_OF_SHARING:
-        if number_of_kills_within(runs, kind) < SHARED:
+        tried = sum(entry["kind"] == kind for entry in runs)
+        if number_of_kills_within(runs, kind) < SHARED and tried < TRIES:
             return kind
     if number_of_kills(runs, "engine", "transformers") < kills:
         return "engine" if len(runs) % 2 else "transformers"

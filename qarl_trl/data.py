@@ -149,7 +149,7 @@ def _converted(
 
     In memory, and never from datasets' files of an earlier run: these are known by the code of `convert` alone and not
     by that of the functions which it calls, so that a later version would train on what an earlier one had read. What
-    TRL maps afterwards is known by these rows, and so is not read from a file either.
+    is mapped from them stays in memory, too: datasets keeps its files beside those of the rows, and these have none.
     """
     return dataset.map(
         convert,

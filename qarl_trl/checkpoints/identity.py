@@ -69,10 +69,11 @@ def identity_of(
     if not isinstance(model, str) and "model_init_kwargs" in settings:
         # It was loaded before, with a dtype that the settings do not say.
         settings["model_init_kwargs"]["dtype"] = str(next(model.parameters()).dtype).removeprefix("torch.")
-    if trainer_arguments.get("reward_funcs") is not None:
-        settings[REWARDS] = _names_of(trainer_arguments["reward_funcs"])
-        for name_of_argument in _OF_ROLLOUTS:
-            settings[name_of_argument] = _names_of(trainer_arguments.get(name_of_argument) or [])
+    # An environment may bring the reward, and the problems too.
+    has_rewards = any(trainer_arguments.get(argument) is not None for argument in (REWARDS, *_OF_ROLLOUTS))
+    if has_rewards:
+        for argument in (REWARDS, *_OF_ROLLOUTS):
+            settings[argument] = _names_of(trainer_arguments.get(argument) or [])
 
     facts = {
         "model": name,
@@ -90,7 +91,7 @@ def identity_of(
         facts["pickled_weights"] = digest(pickles)
     end_tokens = _end_tokens(_folder(name, args.model_init_kwargs))
     # A trainer without rewards is given its answers.
-    if REWARDS in settings and end_tokens is not None:
+    if has_rewards and end_tokens is not None:
         facts["end_tokens"] = end_tokens
     if trainer is not None:
         facts["trainer"] = trainer
@@ -195,11 +196,14 @@ def _weights_of(model: nn.Module, without: tuple[str, ...] = ()) -> str:
 
 def _weights_beside(model: nn.Module) -> str:
     """A digest of a loaded model beside the policy. Quantized by GPTQ or AWQ, its weights are buffers."""
-    # A frozen base is in no `state_dict`.
-    content = with_low_bits(_weights_of(model), model)
+    content = _weights_of(model)
     buffers = dict(model.named_buffers())
     # Others are computed, such as the angles of positions.
     stored = [tensor for name, tensor in model.state_dict().items() if name in buffers]
+    # A frozen base is in no `state_dict`.
+    low_bits = with_low_bits(content, model)
+    if low_bits != content:
+        return low_bits[:16]
     if not stored:
         return content
     return hashlib.sha256(content.encode() + b"".join(map(_sample, stored))).hexdigest()[:16]
@@ -247,7 +251,8 @@ def _names_of(functions: Any) -> list[str]:
         functions: One or several; reward models or their names, too; TRL takes several environments by name.
     """
     if isinstance(functions, Mapping):
-        return [f"{name}: {_name_of(function)}" for name, function in functions.items()]
+        # Rows choose among them by name, in whatever order they are.
+        return [f"{name}: {_name_of(function)}" for name, function in sorted(functions.items())]
     several = functions if isinstance(functions, list | tuple) else [functions]
     return [_name_of(function) for function in several]
 

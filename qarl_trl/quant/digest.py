@@ -24,9 +24,10 @@ def with_low_bits(digest: str, model: nn.Module) -> str:
         model: The model.
 
     Returns:
-        `digest` itself for a model without low-bit layers.
+        `digest` itself for a model that computes in high precision.
     """
-    layers = list(quantized_modules(model))
+    # The others compute in high precision (`quantize_learner=False`).
+    layers = [(name, layer) for name, layer in quantized_modules(model) if layer.quantized_forward]
     if not layers:
         return digest
 

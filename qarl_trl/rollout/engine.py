@@ -288,7 +288,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """
-        TRL's `generate`, timed without the syncs inside it: it syncs an engine whose sleep discarded the weights.
+        TRL's `generate`, after the first sync and timed without the syncs inside it: it syncs an engine whose sleep
+        discarded the weights.
 
         Args:
             prompts: Token ids of each prompt.
@@ -301,9 +302,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
         Raises:
             RuntimeError: if a completion is missing or empty, or after an earlier failure.
         """
-        # Until then a colocated engine has random weights. TRL's has the start's, and so a callback may ask it before
-        # training, and a resumed trainer samples before its next sync is due (`vllm_sync_frequency`).
-        if self.mode == "colocate" and self.num_syncs == 0:
+        # Until then an engine has random weights, or those of an earlier run. TRL's has the start's, and so a callback
+        # may ask it before training, and a resumed trainer samples before its next sync is due
+        # (`vllm_sync_frequency`).
+        if self.num_syncs == 0:
             self.sync_weights()
 
         with self._all_or_none("generation"):

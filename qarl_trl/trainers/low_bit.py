@@ -131,7 +131,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             check_end_tokens(self)
             # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
-            # TRL's DPO and KTO, whose reference is the policy without its adapter, made it of the model before.
+            # TRL's DPO and KTO made this digest before the layers were quantized. Where they have no reference model,
+            # a later `evaluate` takes the policy.
             digest = getattr(self, "_precompute_model_hash", None)
             if digest is not None and self.ref_model is None and not args.frozen:
                 self._precompute_model_hash = with_low_bits(digest, self.model)

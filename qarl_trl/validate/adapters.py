@@ -52,11 +52,11 @@ def check_one_active(model: Any) -> None:
         ValueError: with their names.
     """
     # `model.base_model.set_adapter` takes several, and leaves the name in `model.active_adapter` as it is.
-    active = model.active_adapters
+    active = list(model.base_model.active_adapters)
     if active != [model.active_adapter]:
         raise ValueError(
             f"One adapter of the PeftModel must be active, the one that model.active_adapter names, "
-            f"{model.active_adapter!r}; got {', '.join(active)}. Call model.set_adapter({active[0]!r})."
+            f"{model.active_adapter!r}; got {', '.join(active) or 'none'}. Call model.set_adapter with one name."
         )
 
 

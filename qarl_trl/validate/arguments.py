@@ -145,9 +145,9 @@ def _check_numbers(args: RunSettings) -> None:
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"{name} must be in [0, 1), got {getattr(args, name)}.")
     # transformers unpacks each of them without a word of its own.
-    for pair in (args.optim_args or "").split(","):
-        if args.optim_args and pair.count("=") != 1:
-            raise ValueError(f"optim_args must be name=value pairs with commas between them, got {pair!r}.")
+    pairs = str(args.optim_args).split(",") if args.optim_args else []
+    if any(pair.count("=") != 1 for pair in pairs):
+        raise ValueError(f"optim_args must be name=value pairs with commas between them, got {args.optim_args!r}.")
     if args.save_strategy == "steps" and not args.save_steps > 0:
         raise ValueError(f"save_steps must be above 0, got {args.save_steps}: no checkpoint would be written.")
 

@@ -253,19 +253,27 @@ def test_another_reward_is_another_run(tmp_path, args):
 @pytest.mark.parametrize("argument", ["rollout_func", "tools", "environment_factory"])
 def test_another_source_of_answers_is_another_run(tmp_path, args, argument):
     def identity(functions):
-        arguments = {"reward_funcs": reward_of_one, argument: functions}
+        # An environment brings its own reward.
+        rewards = None if argument == "environment_factory" else reward_of_one
+        arguments = {"reward_funcs": rewards, "rollout_func": reward_of_one} | {argument: functions}
         return json.loads(json.dumps(identity_of("a", args, None, arguments)))
 
     one = reward_of_one
     several = one if argument == "rollout_func" else [one]
     if argument == "environment_factory":
         several = {"first": one}
-    folder = write(tmp_path, 1, **identity(several))
+    facts = identity(several)
+    folder = write(tmp_path, 1, **facts)
     assert resume_path("true", args, identity(several)) == str(folder)  # control
 
     for other in (None, reward_of_two):
         with pytest.raises(ValueError, match=f"another run: {argument} was"):
             resume_path("true", args, identity(other))
+
+    # An older version of this package named none, so it cannot be compared.
+    del facts["settings"][argument]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity(reward_of_two)) == str(older)
 
 
 def test_another_trainer_is_another_run(tmp_path, args):

@@ -443,8 +443,10 @@ def test_the_low_bits_of_a_frozen_base_have_a_reference_of_their_own(model, pair
 
     groups_of_128 = reference("first", 128)
     assert reference("other", 32) != groups_of_128
-    # Control: the same low bits.
+    # Controls: the same low bits, which TRL finds in its file.
+    files = len(list(tmp_path.rglob("cache-*.arrow")))
     assert reference("again", 128) == groups_of_128
+    assert len(list(tmp_path.rglob("cache-*.arrow"))) == files
 
 
 def test_a_reference_in_low_bits_is_none_for_a_run_in_high_precision(model, pairs_from, tmp_path):
