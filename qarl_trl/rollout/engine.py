@@ -302,10 +302,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
         Raises:
             RuntimeError: if a completion is missing or empty, or after an earlier failure.
         """
-        # Until then an engine has random weights, or those of an earlier run. TRL's has the start's, and so a callback
-        # may ask it before training, and a resumed trainer samples before its next sync is due
-        # (`vllm_sync_frequency`).
-        if self.num_syncs == 0:
+        # Until then a colocated engine has random weights. TRL's has the start's, and so a callback may ask it before
+        # training, and a resumed trainer samples before its next sync is due (`vllm_sync_frequency`). A server says so
+        # itself: it may have a policy of another run.
+        if self.mode == "colocate" and self.num_syncs == 0:
             self.sync_weights()
 
         with self._all_or_none("generation"):
