@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -93,6 +94,8 @@ def peak_bytes(function: Callable[[], Any], products: bool = False) -> int:
         function: What allocates.
         products: Compute its matrix products. Without them what it allocates must not depend on values.
     """
+    # What is garbage by now could be freed in between, and would count as less than nothing.
+    gc.collect()
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with profiler as profile, nullcontext() if products else ZerosForProducts():
         function()
