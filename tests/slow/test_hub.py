@@ -89,8 +89,8 @@ def test_the_downloaded_model_answers_as_the_training_engine(tmp_path):
         # As pasted, but for vLLM's compiler, which is off in these tests.
         snippet = snippet.replace('LLM("me/toy")', 'LLM("me/toy", enforce_eager=True)')
         # vLLM's progress bar divides by the seconds that it took, of which a coarse clock may count none.
-        assert "llm.generate(" in snippet
-        snippet = snippet.replace("llm.generate(", "llm.generate(use_tqdm=False, prompts=")
+        assert ", sampling)" in snippet
+        snippet = snippet.replace(", sampling)", ", sampling, use_tqdm=False)")
         before = CHOOSE_ARITHMETIC + snippet
         downloaded = call(download_and_answer, str(tmp_path / "pulled"), before=before, **environment)
         # Tokens and log-probs, bit for bit.
