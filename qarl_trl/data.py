@@ -48,7 +48,7 @@ def load_math_dataset(
     Load problems with their reference answers, in row order.
 
     The columns are `prompt`, messages or text, and `answer`, a text by [`final_answer`]. Rows without a prompt or an
-    answer are left out, and a warning says how many.
+    answer are left out, and a warning says how many. All rows are in memory, in each process.
 
     Args:
         name_or_path: A Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file.

@@ -154,7 +154,7 @@ def construction(
         stack.enter_context(_prepared_teacher())
         if load is not None:
             stack.enter_context(patch(f"{module.__name__}.{_LOADER}", load))
-        if hasattr(module, "hash_module"):
+        if hasattr(trainer_class, "_precompute_ref_logps"):
             stack.enter_context(_joined_digest(module, join_digest))
         yield
 

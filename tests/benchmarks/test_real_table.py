@@ -202,3 +202,18 @@ def test_the_table_says_which_arms_did_not_run():
     assert ("Not run: " in real_table.cells_table("g64")) == bool(without_cells)
     # Control: of that regime not all arms were run.
     assert "Not run: " in real_table.cells_table("fp8")
+
+
+def test_recover_says_what_the_cells_of_rl_from_a_distilled_start_say():
+    rows = {}
+    for line in real_table.tables()["<!-- real: distilled -->\n"].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows[tuple(cells[:2])] = cells
+    before = rows["before training", "3"]
+    after = rows["QaRL GRPO", "3"]
+
+    text = (ROOT / "docs" / "recover.md").read_text()
+    # Columns of low bits: sampled, and greedy.
+    sampled = f"from {before[3].split()[0]} to {after[3]} % in samples"
+    greedy = f"from {before[6].split()[0]} to {after[6]} % greedily"
+    assert f"{sampled}, and {greedy}" in text
