@@ -1,0 +1,106 @@
+"""Read the rows of a dataset, from the Hub or a file, as they are."""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> Dataset:
+    """
+    Load a dataset unchanged.
+
+    Args:
+        name_or_path: A Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file.
+        split: For a single local file it may be any.
+        config_name: The configuration of a dataset on the Hub.
+
+    Raises:
+        FileNotFoundError: if the file is missing.
+        ValueError: if the dataset cannot be read.
+    """
+    from datasets import load_dataset
+
+    path = local_path(name_or_path)
+    if path is not None and BUILDERS.get(path.suffix) == "json" and path.is_file():
+        _refuse_null_rows(path)
+    try:
+        if path is not None and path.is_file():
+            if config_name is not None:
+                logger.warning(
+                    f"The dataset {name_or_path!r} is a file, so its configuration {config_name!r} is not used."
+                )
+            # A file has one split, so give it the name that is asked for, without the slice.
+            # Absolute and escaped: datasets takes the name as a pattern, and the current folder is a part of it.
+            files = {split.partition("[")[0]: glob.escape(str(path.absolute()))}
+            return load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
+        return load_dataset(str(path or name_or_path), name=config_name, split=split)
+    except OSError:  # a missing file, or no network
+        raise
+    except Exception as error:
+        # The reader of a format may raise anything: an empty file is a StopIteration, a cut one an EOFError. Messages
+        # name neither the file nor the cause.
+        raise ValueError(
+            f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {_reason(error.__cause__ or error)}"
+        ) from error
+
+
+def local_path(name_or_path: str) -> Path | None:
+    """
+    The file or folder of a dataset, or `None` for a Hub id.
+
+    Args:
+        name_or_path: A Hub id, a folder, or a file.
+
+    Raises:
+        FileNotFoundError: if the name is that of a file which is missing.
+        ValueError: for a file of an unknown kind, or a folder whose path datasets would take for a pattern.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.suffix in BUILDERS and not path.exists():
+        raise FileNotFoundError(f"The dataset {name_or_path!r} was not found at {path.absolute()}.")
+    if path.is_file() and path.suffix not in BUILDERS:
+        raise ValueError(f"The dataset {name_or_path!r} is a {path.suffix!r} file. Give one of {sorted(BUILDERS)}.")
+    # Escaped, datasets does not find a folder; as it is, datasets reads others: data1 for data[1].
+    if path.is_dir() and glob.has_magic(str(path.absolute())):
+        raise ValueError(f"The dataset's folder must have no *, ? or [ in its path, got {str(path.absolute())!r}.")
+    return path if path.exists() else None
+
+
+def _reason(error: BaseException) -> str:
+    """Why a file cannot be read, in a line."""
+    text = " ".join(str(error).split())
+    if not text:
+        return f"it is empty or damaged ({type(error).__name__})."
+    return text[:300]
+
+
+def _refuse_null_rows(path: Path) -> None:
+    """Refuse (`ValueError`) a row that is null: pyarrow 26 ends the process if a block of a file begins with one."""
+    with path.open("rb") as file:
+        is_array = file.read(1) == b"["
+        file.seek(0)
+        # A file of rows has one in each line. In an array a line may be any part of a row.
+        if not is_array:
+            for number, line in enumerate(file, start=1):
+                if line.lstrip().startswith(b"null"):
+                    raise ValueError(f"The dataset {str(path)!r} must have an object in line {number}, got null.")
+            return
+
+        try:
+            rows = json.load(file)
+        except ValueError:  # datasets says what is wrong with it
+            return
+    if None in rows:
+        raise ValueError(f"The dataset {str(path)!r} must have an object in row {rows.index(None)}, got null.")

@@ -1,0 +1,119 @@
+"""What a row says: the prompt, the completion and the final answer."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import datetime
+from typing import Any
+
+from ..boxes import last_boxes
+from ..rewards import text_of
+
+
+# Where the problem belongs in a template.
+SLOT = "{problem}"
+# A comma between thousands, not one between the parts of "(1, 2)".
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+
+def prompt_of(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:
+    """The prompt of a row, as messages or text; `None` if the user's message is empty."""
+    messages = _messages(problem)
+    # The last message of the user is the question; those before it are an example or a conversation.
+    from_user = [message for message in messages if message["role"] == "user"]
+    if not from_user:
+        raise ValueError(f"A prompt has no user message: {messages}. Name the problem's column with problem_column.")
+
+    # Data for fine-tuning have the answer after the question: the model would read what it is to find.
+    while messages[-1]["role"] == "assistant":
+        messages.pop()
+
+    question = from_user[-1]
+    if not question["content"]:
+        return None
+    if template is not None:
+        # Not str.format: the template may hold \boxed{}.
+        question["content"] = template.replace(SLOT, question["content"])
+
+    if not conversational:
+        return question["content"]
+    if system_prompt is None:
+        return messages
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": system_prompt}, *others]
+
+
+def completion_of(completion: Any, conversational: bool) -> Any:
+    """A completion as messages or text; `None` if there is none."""
+    if not completion:
+        return None
+    if not conversational:
+        return text_of(completion)
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    return _messages(completion)
+
+
+def _messages(problem: Any) -> list[dict[str, Any]]:
+    """A problem as new chat messages of role and content."""
+    if not isinstance(problem, list):
+        return [{"role": "user", "content": str(problem)}]
+
+    for message in problem:
+        if not (isinstance(message, dict) and message.keys() >= {"role", "content"}):
+            raise ValueError(
+                f"A prompt must be text, or messages that each have role and content, got {problem!r:.200}."
+            )
+        # The templates of language models join texts.
+        if isinstance(message["content"], list | dict):
+            raise ValueError(
+                f"The content of a message must be text, got {message['content']!r:.200}. Join its parts to one text."
+            )
+    return [{"role": message["role"], "content": message["content"]} for message in problem]
+
+
+def final_answer(reference: Any) -> str:
+    r"""
+    Read the final answer in a reference: the text after GSM8K's `####` or in the last `\boxed{}`, else the whole text.
+
+    Boxes beside each other ("`\boxed{1}` or `\boxed{2}`") are the parts of one answer.
+
+    Args:
+        reference: A text, a number, a date, a list of these (the parts of one answer), or chat messages (the last
+            counts).
+
+    Returns:
+        `""` without an answer, also for NaN. Whole floats lose their `.0`.
+    """
+    if isinstance(reference, list) and not any(isinstance(part, dict) for part in reference):
+        # OlympiadBench: the parts of one answer.
+        return ", ".join(final_answer(part) for part in reference)
+
+    if isinstance(reference, float) and math.isnan(reference):
+        # pandas writes it for a missing answer.
+        return ""
+    if isinstance(reference, float) and reference.is_integer():
+        # AMC has its answers as floats, and "27.0" is not what a model writes.
+        reference = int(reference)
+
+    text = text_of(as_written(reference))
+    after_mark = text.rsplit("####", 1)[1].strip() if "####" in text else ""
+    # GSM8K's is the last line. A heading of Markdown begins like it, and has lines below it.
+    if after_mark and "\n" not in after_mark:
+        return _THOUSANDS.sub("", after_mark)
+    # Boxes beside each other are one answer, as in a completion.
+    parts = [part for part in last_boxes(text) if part]
+    return (", ".join(parts) or text).strip()
+
+
+def as_written(value: Any) -> Any:
+    """A value of a row; a date as the text that it was in the file, with the messages of a chat."""
+    if isinstance(value, list):
+        return [as_written(part) for part in value]
+    if isinstance(value, dict):
+        return {name: as_written(part) for name, part in value.items()}
+    # pyarrow's reader of JSON takes "2024-01-05" for a time of that day.
+    if isinstance(value, datetime):
+        return value.isoformat(sep=" ").removesuffix(" 00:00:00")
+    return value
