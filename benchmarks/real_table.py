@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ PAGES = (
 END = "<!-- end -->"
 # What a cell's models are called in its file, and in a table's header.
 MODELS = {"masters": "bfloat16", "low_bit": "low bits", "gptq": "GPTQ"}
+AGAIN = {"again": "distilled again"}  # only where the regime asks for it
 
 # What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that
 # model of an arm.
@@ -77,6 +79,20 @@ CHOICES = (
     ("GPTQ less rounding, bf16 rollouts", ("bf16", "low_bit"), ("bf16", "gptq")),
     ("the same, rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
     ("the same, QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
+)
+# Those whose start was not distilled: distilled master weights are made to be rounded, so GPTQ and bfloat16 mean
+# another thing of them.
+CHOICE_REGIMES = tuple(name for name in REGIMES if name != "distilled")
+# RL from the distilled start, as trained, against every way to a 4-bit model without it: regime, arm and model.
+RECOVERED = ("distilled", "QaRL GRPO", "low_bit")
+INSTEAD = (
+    ("bf16 GRPO, GPTQ", ("undistilled", "bf16 GRPO", "gptq")),
+    ("bf16 GRPO, distilled again", ("undistilled", "bf16 GRPO", "again")),
+    ("rollout-only GRPO, GPTQ", ("undistilled", "rollout-only GRPO", "gptq")),
+    ("rollout-only GRPO, distilled again", ("undistilled", "rollout-only GRPO", "again")),
+    ("rollout-only GRPO from the distilled start", ("distilled", "rollout-only GRPO", "low_bit")),
+    ("QaRL GRPO from the rounded start", ("undistilled", "QaRL GRPO", "low_bit")),
+    ("QaRL GRPO from the rounded start, distilled again", ("undistilled", "QaRL GRPO", "again")),
 )
 LOSSES = ("GRPO", "TBPO")
 SEEDS = range(100)
@@ -225,9 +241,10 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 
 def cells_table(regime: str) -> str:
     """The cells of a regime, one a line, and which arms were not run."""
+    models = models_of(regime)
     header = ["arm", "seed"]
-    header += [f"{name}, %" for name in MODELS.values()]
-    header += [f"greedy: {name}, %" for name in MODELS.values()]
+    header += [f"{name}, %" for name in models.values()]
+    header += [f"greedy: {name}, %" for name in models.values()]
     header += ["any of four: low bits, GPTQ, bfloat16", "reward", "mismatch, nats"]
 
     rows = []
@@ -236,7 +253,7 @@ def cells_table(regime: str) -> str:
         cells = cells_of(regime, arm)
         if not cells:
             missing.append(arm)
-        rows += [row_of(cell) for cell in cells]
+        rows += [row_of(cell, models) for cell in cells]
 
     text = markdown(header, rows)
     if missing:
@@ -244,11 +261,18 @@ def cells_table(regime: str) -> str:
     return text
 
 
-def row_of(cell: Cell) -> list[str]:
-    """A line of a regime's table."""
+def models_of(regime: str) -> dict[str, str]:
+    """The models that the cells of a regime have, and their names in a header."""
+    if REGIMES[regime].get("distill_again"):
+        return MODELS | AGAIN
+    return MODELS
+
+
+def row_of(cell: Cell, models: Iterable[str]) -> list[str]:
+    """A line of a regime's table, with those of the models that were scored."""
     row = [cell["arm"], str(cell["seed"])]
     for greedy in (False, True):
-        row += [with_error(cell, model, greedy) for model in MODELS]
+        row += [with_error(cell, model, greedy) for model in models]
 
     any_right = []
     for model in ("low_bit", "gptq", "masters"):
@@ -319,11 +343,14 @@ def by_seed(pairs: dict[int, tuple[Cell, Cell]], names: list[str], model: str) -
         return ["-", "-"]
 
     points = [difference(first, second, models) for first, second in pairs.values()]
-    each = ", ".join(map(gain, points))
-    # Of two, one degree of freedom is left for their spread: they are printed and no mean is.
+    return [", ".join(map(gain, points)), mean_of_three(points)]
+
+
+def mean_of_three(points: list[list[float]]) -> str:
+    """The mean of at least three differences: of two, one degree of freedom is left for their spread."""
     if len(points) < 3:
-        return [each, "-"]
-    return [each, mean_gain(points)]
+        return "-"
+    return mean_gain(points)
 
 
 # Tables over the regimes ---------------------------------------------------------------------------------------------
@@ -359,7 +386,7 @@ def pairs_of_choice(first: tuple[str, str], second: tuple[str, str]) -> list[Pai
     learner_before, model_before = first
     learner_after, model_after = second
     pairs = []
-    for regime, loss, seed in itertools.product(REGIMES, LOSSES, SEEDS):
+    for regime, loss, seed in itertools.product(CHOICE_REGIMES, LOSSES, SEEDS):
         before = read_cell(regime, f"{learner_before} {loss}", seed)
         after = read_cell(regime, f"{learner_after} {loss}", seed)
         if before is None or after is None:
@@ -477,6 +504,51 @@ def gain_of_distillation(before: Cell, after: Cell, greedy: bool) -> str:
     return gain(points)
 
 
+def instead_table() -> str:
+    """`RECOVERED` less each of `INSTEAD`, by seed, and the mean of three and more seeds."""
+    rows = []
+    for words, other in INSTEAD:
+        pairs = seeds_of_both(other)
+        if not pairs:
+            rows.append([words, "-", "not run", "-", "not run", "-"])
+            continue
+        row = [words, ", ".join(map(str, pairs))]
+        for greedy in (False, True):
+            points = []
+            for before, after in pairs.values():
+                points.append(points_between(shares(before, other[2], greedy), shares(after, RECOVERED[2], greedy)))
+            row += [", ".join(map(gain, points)), mean_of_three(points)]
+        rows.append(row)
+    return markdown(["less", "seeds", "4 samples, points by seed", "mean", "greedy, points by seed", "mean"], rows)
+
+
+def seeds_of_both(other: tuple[str, str, str]) -> dict[int, tuple[Cell, Cell]]:
+    """
+    The cells of `other` and of `RECOVERED`, by the seeds that have both.
+
+    Their starts differ, one being the other, distilled, so `difference` refuses them.
+
+    Raises:
+        ValueError: if a cell has another start than that of its regime which was scored before training.
+    """
+    regime, arm, model = other
+    pairs = {}
+    for seed in SEEDS:
+        before = read_cell(regime, arm, seed)
+        after = read_cell(*RECOVERED[:2], seed)
+        if before is None or after is None or not is_scored(before, model):
+            continue
+        for cell in (before, after):
+            starts = {start["start_sha256"] for start in cells_of(cell["regime"], BEFORE)}
+            if cell["start_sha256"] not in starts:
+                raise ValueError(
+                    f"{cell['arm']}, seed {seed}, must begin at a start of {cell['regime']!r} that was scored, "
+                    f"{starts}, got {cell['start_sha256']}."
+                )
+        pairs[seed] = (before, after)
+    return pairs
+
+
 # Pages ---------------------------------------------------------------------------------------------------------------
 
 
@@ -492,6 +564,7 @@ def tables() -> dict[str, str]:
     }
     if cells_of("undistilled", BEFORE) and cells_of("distilled", BEFORE):
         by_name["real: recovered"] = recovered_table()
+        by_name["real: instead"] = instead_table()
 
     for regime in REGIMES:
         if (real_arms.FOLDER / regime).exists():

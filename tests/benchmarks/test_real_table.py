@@ -24,12 +24,20 @@ def cell(right: list[int]) -> dict:
     return {"arm": "a", "samples": 4, "scores": {"low_bit": right}, "start_sha256": "a"}
 
 
-def write_cell(arm: str, seed: int, right_of_four: int, start: str = "a") -> None:
+def write_cell(arm: str, seed: int, right_of_four: int, start: str = "a", regime: str = "g64") -> None:
     """The file of a cell that answered three problems four times each, so many right of each."""
-    path = real_arms.file_of("g64", arm, seed)
+    path = real_arms.file_of(regime, arm, seed)
     path.parent.mkdir(exist_ok=True)
-    scores = dict.fromkeys(MODELS, [right_of_four] * 3)
-    path.write_text(json.dumps({"arm": arm, "seed": seed, "samples": 4, "scores": scores, "start_sha256": start}))
+    result = {
+        "regime": regime,
+        "arm": arm,
+        "seed": seed,
+        "samples": 4,
+        "scores": dict.fromkeys(MODELS, [right_of_four] * 3),
+        "greedy": dict.fromkeys(MODELS, [right_of_four // 4] * 3),
+        "start_sha256": start,
+    }
+    path.write_text(json.dumps(result))
 
 
 # Pages --------------------------------------------------------------------------------------------------------------
@@ -194,6 +202,37 @@ def test_a_pair_needs_both_models_of_equal_loss_and_seed(tmp_path, monkeypatch):
     (pair,) = real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))
     assert (pair.regime, pair.loss, pair.seed, pair.mean) == ("g64", "GRPO", 0, 25.0)
     assert real_table.pairs_of_choice(("rollout-only", "gptq"), ("QaRL", "gptq")) == []
+
+    # Of a distilled start GPTQ and bfloat16 mean another thing.
+    for arm in ("rollout-only GRPO", "QaRL GRPO"):
+        write_cell(arm, 2, right_of_four=4, regime="distilled")
+    assert len(real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))) == 1
+    # Control: as cells of another regime they are a pair.
+    for arm in ("rollout-only GRPO", "QaRL GRPO"):
+        write_cell(arm, 2, right_of_four=4, regime="undistilled")
+    assert len(real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))) == 2
+
+
+def test_what_is_done_instead_of_qarl_from_the_distilled_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
+    for regime, start in (("undistilled", "a"), ("distilled", "b")):
+        write_cell("before training", 3, right_of_four=0, start=start, regime=regime)
+    write_cell("QaRL GRPO", 3, right_of_four=4, start="b", regime="distilled")
+    write_cell("QaRL GRPO", 3, right_of_four=3, start="a", regime="undistilled")
+    # Another seed has no cell beside it.
+    write_cell("rollout-only GRPO", 4, right_of_four=1, start="b", regime="distilled")
+
+    rows = real_table.instead_table().splitlines()
+
+    # The greedy answers are one right of one, and none.
+    points = "+25.0 ± 0.0 | - | +100.0 ± 0.0 | -"
+    assert f"| QaRL GRPO from the rounded start | 3 | {points} |" in rows
+    assert "| rollout-only GRPO from the distilled start | - | not run | - | not run | - |" in rows
+
+    # A cell of another start is no neighbour.
+    write_cell("QaRL GRPO", 3, right_of_four=3, start="c", regime="undistilled")
+    with pytest.raises(ValueError, match="must begin at a start of 'undistilled' that was scored"):
+        real_table.instead_table()
 
 
 def test_the_table_says_which_arms_did_not_run():
