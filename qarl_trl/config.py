@@ -15,7 +15,7 @@ from trl import GRPOConfig
 from .loss import TrustBand
 from .options import ENGINE, LOSS, option
 from .trainers.sampling import check_endings, check_noise, check_seed
-from .trainers.settings import LowBitConfig, changed_fields, check_fit
+from .trainers.settings import SET_BY, LowBitConfig, changed_fields, check_fit, compiles
 
 
 logger = get_logger(__name__)
@@ -34,8 +34,20 @@ POSITIVE = (
     "max_tokens_per_pass",
 )
 # Sampling parameters that do not change the distribution of a token, and the values at which the others do not.
-HARMLESS_SAMPLING = ("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens")
+HARMLESS_SAMPLING = (
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "max_tokens",
+    "skip_special_tokens",
+)
 NEUTRAL_SAMPLING = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+# Of parameters that are no fields of TRL's.
+NEUTRAL_ARGUMENTS = {"frequency_penalty": (0,), "presence_penalty": (0,), "min_tokens": (0,), "n": (1,)}
+# Arguments of an engine that change the draws of every request.
+PROCESSORS = ("logits_processors", "watermark_config")
 TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 # Fields of TRL in whose place TBPO has its own.
 REPLACED_BY_TBPO = (
@@ -175,11 +187,11 @@ def _check_tbpo(args: QaRLConfig) -> None:
     changed = changed_fields(args, REPLACED_BY_TBPO)
     if changed:
         raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the tbpo_* fields.")
-    if args.torch_compile:
+    if compiles(args):
         raise ValueError(
-            "torch_compile must be False with loss_type='tbpo' (torch_compile_backend and torch_compile_mode set it, "
-            "too): a compiled forward rounds otherwise in training than where it scored the rollout (4 % of an "
-            "answer's ratio beside an FP8 engine), and the bands are narrower."
+            f"torch_compile must be False with loss_type='tbpo' ({SET_BY}): a compiled forward rounds otherwise in "
+            "training than where it scored the rollout (4 % of an answer's ratio beside an FP8 engine), and the bands "
+            "are narrower."
         )
 
     # Micro-batches of a rollout batch, each seen `num_iterations` times, over the micro-batches of an update.
@@ -202,18 +214,19 @@ def _check_sampling(args: QaRLConfig) -> None:
     sampling: dict[str, Any] = {name: getattr(args, name) for name in NEUTRAL_SAMPLING}
     sampling["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
     sampling |= args.generation_kwargs or {}
-    # Those of an engine run for every request.
-    processors = args.engine_kwargs.get("logits_processors")
-    if processors:
-        sampling["logits_processors"] = processors
+    for name in PROCESSORS:
+        if args.engine_kwargs.get(name):
+            sampling[name] = args.engine_kwargs[name]
+
+    neutral_values = NEUTRAL_SAMPLING | NEUTRAL_ARGUMENTS | {"temperature": (args.temperature,)}
     for name, value in sampling.items():
         # The log-probs of vLLM are those after truncation (`processed_logprobs`), where cut tokens have probability 0;
         # the learner's are over the whole vocabulary, scaled by the temperature alone.
-        neutral = (None, *NEUTRAL_SAMPLING.get(name, ()))
+        neutral = (None, *neutral_values.get(name, ()))
         if name not in HARMLESS_SAMPLING and value not in neutral:
             raise ValueError(
                 f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. "
-                "Leave it out (temperature is allowed), or set vllm_importance_sampling_correction=False."
+                "Leave it out (the field temperature is allowed), or set vllm_importance_sampling_correction=False."
             )
 
 

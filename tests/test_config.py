@@ -66,6 +66,9 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         (VLLM | {"vllm_structured_outputs_regex": "[0-9]+"}, "vllm_structured_outputs_regex"),
         (VLLM | {"vllm_engine_kwargs": {"logits_processors": ["mine:Budget"]}}, "logits_processors"),
         (VLLM | {"generation_kwargs": {"logits_processors": ["mine:Budget"]}}, "logits_processors"),
+        (VLLM | {"vllm_engine_kwargs": {"watermark_config": {"algorithm": "gumbel"}}}, "watermark_config"),
+        (VLLM | {"generation_kwargs": {"frequency_penalty": 0.1}}, "frequency_penalty"),
+        (VLLM | {"generation_kwargs": {"n": 2}}, "n=2"),
         # Without an engine there is no mismatch, and it would never stop a run.
         ({"mismatch_abort_threshold": 0.1}, "mismatch_abort_threshold"),
         (VLLM | {"mismatch_abort_threshold": 0.0}, "mismatch_abort_threshold"),
@@ -100,6 +103,10 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
     [
         VLLM | {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
         VLLM | {"generation_kwargs": {"stop": ["\n"], "logit_bias": None, "ignore_eos": True}},
+        # vLLM's own defaults, and what a text without stop strings is made of.
+        VLLM | {"generation_kwargs": {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_tokens": 0, "n": 1}},
+        VLLM | {"generation_kwargs": {"stop": ["\n"], "skip_special_tokens": False}},
+        VLLM | {"temperature": 0.7, "generation_kwargs": {"temperature": 0.7}},
         # No weight, no bias.
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},
         VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a:B"]}, "vllm_importance_sampling_correction": False},
@@ -122,6 +129,18 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
 )
 def test_what_biases_nothing_is_accepted(tmp_path, settings):
     config(tmp_path, **settings)
+
+
+def test_a_launcher_that_compiles_is_refused_as_torch_compile_is(tmp_path, monkeypatch):
+    """`accelerate launch --dynamo_backend` sets no field."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    with pytest.raises(ValueError, match="torch_compile must be False.*--dynamo_backend"):
+        config(tmp_path)
+
+    # Controls: bounds that are wide, and what the launcher writes without the option.
+    config(tmp_path, loss_type="grpo")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,49 @@ def test_a_first_batch_of_cut_answers_alone_is_said(dense_model, tmp_path, caplo
     assert "cut off" not in caplog.text
 
 
+def test_a_prediction_has_its_own_rewards_and_none_is_left_for_the_next_evaluation(dense_model, tmp_path):
+    """transformers' `predict` logs nothing, and TRL keeps rewards until something is logged."""
+
+    def value_of(completions, value, **_):
+        return value
+
+    def data(value):
+        return prompts().add_column("value", [value] * len(prompts()))
+
+    args = QaRLConfig(**without_engine(tmp_path))
+    trainer = QaRLTrainer(dense_model, value_of, args, train_dataset=data(1.0), eval_dataset=data(1.0))
+
+    assert trainer.predict(data(0.0)).metrics["test_reward"] == 0.0
+    assert trainer.predict(data(0.5), metric_key_prefix="half").metrics["half_reward"] == 0.5
+    assert trainer.evaluate()["eval_reward"] == 1.0
+
+    # Control: TRL's alone has all three in one.
+    stock = GRPOTrainer(dense_model, value_of, stock_config(tmp_path / "trl"), train_dataset=data(1.0))
+    assert "test_reward" not in stock.predict(data(0.0)).metrics
+    assert stock.evaluate(data(1.0))["eval_reward"] == 0.5
+
+
+def test_settings_that_a_second_call_does_not_take_are_said(dense_model, tmp_path, caplog):
+    trainer = make(dense_model, tmp_path, max_steps=1)
+    trainer.args.weight_decay = 0.1  # before there is an optimizer
+    trainer.train()
+    trainer.args.weight_decay = 0.0
+    trainer.train()
+    assert "do not count" not in caplog.text  # control
+
+    rate = trainer.args.learning_rate
+    trainer.args.learning_rate = rate / 2
+    trainer.train()
+    assert f"these do not count: learning_rate {rate} -> {rate / 2}" in caplog.text
+
+    # As the message says.
+    caplog.clear()
+    trainer.optimizer = None
+    trainer.train()
+    assert "do not count" not in caplog.text
+    assert trainer.optimizer.param_groups[0]["initial_lr"] == rate / 2
+
+
 def test_trained_weights_in_16_bits_are_said(dense_model, tmp_path, caplog):
     def warned(folder, model=dense_model, **changes):
         caplog.clear()

@@ -18,17 +18,10 @@ class Rule(Enum):
     FREE = "changes neither"
 
 
+# What an optimizer has of the settings from the moment it is made.
+KEPT_BY_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # What the optimizer and its schedule keep in a checkpoint.
-OF_OPTIMIZER = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-)
+OF_OPTIMIZER = (*KEPT_BY_OPTIMIZER, "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 
 # A setting that is not here, such as one of another TRL trainer, is refused.
 SETTINGS: dict[Rule, tuple[str, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
+from transformers import PretrainedConfig
 
 from .._compat.sharding import sharding_of
 from ..export.files import digest
@@ -29,6 +30,12 @@ _PICKLES = "pytorch_model*.bin"
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 # And those that choose among its layers. Most adapters have none.
 _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
+
+# Entries of a config that say where a model is from, how it is stored, or what its trainer decides.
+_NOT_COMPUTED_BY = (
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 # The entry of the settings of the run, by name.
 SETTINGS = "settings"
@@ -82,6 +89,7 @@ def identity_of(
         "scheme": scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),
+        "transform": _transform_fact(trainer_arguments.get("train_dataset")),
         "world_size": args.world_size,
         "sharding": sharding_of(args),
         SETTINGS: settings,
@@ -89,7 +97,12 @@ def identity_of(
     pickles = _pickles(_folder(name, args.model_init_kwargs))
     if pickles:
         facts["pickled_weights"] = digest(pickles)
-    end_tokens = _end_tokens(_folder(name, args.model_init_kwargs))
+    if isinstance(model, str):
+        end_tokens = _end_tokens(_folder(name, args.model_init_kwargs))
+    else:
+        # What a script has changed since it loaded the model is in no file of its start.
+        facts["config"] = _config_fact(base_model(model).config)
+        end_tokens = _as_list(_generation_config(base_model(model)).eos_token_id)
     # A trainer without rewards is given its answers.
     if has_rewards and end_tokens is not None:
         facts["end_tokens"] = end_tokens
@@ -161,10 +174,34 @@ def _end_tokens(folder: Path | None) -> list[int] | None:
         file = folder / "config.json"
     if not file.is_file():
         return None
-    tokens = json.loads(file.read_text()).get("eos_token_id")
+    return _as_list(json.loads(file.read_text()).get("eos_token_id"))
+
+
+def _as_list(tokens: int | Sequence[int] | None) -> list[int]:
+    """Token ids in order; transformers has one, several or none."""
     if isinstance(tokens, int):
         return [tokens]
     return sorted(tokens or [])
+
+
+def _generation_config(model: Any) -> Any:
+    """How a loaded model generates. One that was made and not loaded may have it in its config."""
+    return getattr(model, "generation_config", None) or model.config
+
+
+def _config_fact(config: PretrainedConfig) -> str:
+    """A digest of what a loaded model computes by."""
+    content = [_computed_by(config.to_dict()), config._attn_implementation]
+    return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _computed_by(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a config, and of its parts, that change what a model computes."""
+    kept = {}
+    for name, value in values.items():
+        if name not in _NOT_COMPUTED_BY:
+            kept[name] = _computed_by(value) if isinstance(value, Mapping) else value
+    return kept
 
 
 def _loaded_base_fact(model: nn.Module) -> str:
@@ -285,6 +322,14 @@ def _data_fact(data: Any) -> str:
     for rows in data.with_format("arrow").iter(_ROWS):
         content.update(repr(rows.to_pylist()).encode())
     return f"{len(data)} rows, {content.hexdigest()[:16]}"
+
+
+def _transform_fact(data: Any) -> str:
+    """The name of the function through which a training set shows its rows (`set_transform`)."""
+    how = getattr(data, "format", None) or {}
+    if how.get("type") != "custom":
+        return "none"
+    return _name_of(how["format_kwargs"]["transform"])
 
 
 def scheme_fact(plan: QuantizationConfig | None) -> str:

@@ -23,7 +23,7 @@ from ..guards import on_first
 from ..quant.layers.experts import expert_modules
 from ..quant.names import file_conversions, is_peft_model
 from ..quant.store import LowBitStore
-from .changes import rows_per_update
+from .changes import KEPT_BY_OPTIMIZER, changes, compared_settings, rows_per_update
 from .folder import INCOMING, commit, read_manifest, rotate
 from .identity import SETTINGS
 from .lock import holding
@@ -113,6 +113,8 @@ class CheckpointMixin(ModelMixin):
             stack.enter_context(signals.listening())
 
             self._forget_earlier_call()
+            if checkpoint is None:
+                self._say_settings_of_the_optimizer()
             # Shards are other parameters than those that an optimizer was made of.
             if not self.is_fsdp_enabled:
                 say_if_of_another_model(self.optimizer, self.model)
@@ -123,6 +125,22 @@ class CheckpointMixin(ModelMixin):
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
         return output
+
+    def _say_settings_of_the_optimizer(self) -> None:
+        """Warn of settings that a script changed after the optimizer was made, which a second call keeps."""
+        if self.optimizer is None:
+            return
+        now = compared_settings(self.args)
+        changed = []
+        for change in changes(self._identity[SETTINGS], now):
+            if change.name in KEPT_BY_OPTIMIZER:
+                changed.append(str(change))
+        if changed:
+            logger.warning(
+                "The optimizer keeps what it was made with, and these do not count: %s. Set trainer.optimizer = None "
+                "before train(), or make a new trainer.",
+                ", ".join(changed),
+            )
 
     def _say_resumed(self, checkpoint: str) -> None:
         """Log which checkpoint the run takes, and which settings differ from that of its run."""

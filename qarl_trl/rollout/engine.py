@@ -118,6 +118,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         parameters = {"detokenize": needs_text} | of_user
 
         parameters["stop_token_ids"] = self._stop_tokens(stop_token_ids)
+        # All of them: by itself vLLM also stops at the end tokens of the model's files, which a script may have
+        # changed in memory. Such an answer would count as cut off.
+        parameters["ignore_eos"] = True
         if self.mode == "colocate":
             # Lists of numbers: vLLM would make an object for each token, and Python's garbage collection visit them.
             parameters["flat_logprobs"] = True

@@ -9,7 +9,7 @@ from trl import DistillationConfig, RLOOConfig, SFTConfig
 
 from ..options import LOSS, option
 from .sampling import check_endings, check_noise, check_seed
-from .settings import LowBitConfig
+from .settings import SET_BY, LowBitConfig, compiles
 
 
 @dataclass
@@ -27,10 +27,10 @@ class LowBitSFTConfig(LowBitConfig, SFTConfig):
                 "or max_length: null."
             )
         # RecursionError in torch 2.13, at the first step. TRL's own trainer runs.
-        if self.torch_compile and self.quantized:
+        if compiles(self) and self.quantized:
             raise ValueError(
-                "torch_compile must be False in low bits (torch_compile_backend and torch_compile_mode set it, too): "
-                "TorchDynamo does not get through the forward of SFT on low-bit layers."
+                f"torch_compile must be False in low bits ({SET_BY}): TorchDynamo does not get through the forward of "
+                "SFT on low-bit layers."
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -277,9 +278,22 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             return super().evaluate(*args, **kwargs)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's method, with the weights as they are, as in [`evaluate`]."""
+        """
+        The Trainer's method, with the weights as they are, as in [`evaluate`]. The result has TRL's metrics, rewards
+        among them, which would else be averaged into those of the next evaluation.
+        """
         with self._weights_as_they_are():
-            return super().predict(*args, **kwargs)
+            output = super().predict(*args, **kwargs)
+
+        metrics = getattr(self, "_metrics", None)
+        if metrics is not None:
+            prefix = (
+                inspect.signature(super().predict).bind(*args, **kwargs).arguments.get("metric_key_prefix", "test")
+            )
+            for name, values in metrics["eval"].items():
+                output.metrics[f"{prefix}_{name}"] = sum(values) / len(values)
+            metrics["eval"].clear()
+        return output
 
     @contextmanager
     def _weights_as_they_are(self) -> Iterator[None]:

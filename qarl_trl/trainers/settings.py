@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -44,12 +45,15 @@ OWNED_ENGINE_ARGUMENTS = (
     "seed",
     "max_model_len",
     "max_num_seqs",
+    "model_impl",
     "tensor_parallel_size",
     "gpu_memory_utilization",
     "enable_sleep_mode",
     "distributed_executor_backend",
     "trust_remote_code",
 )
+# What else compiles the model.
+SET_BY = "torch_compile_backend, torch_compile_mode and the launcher's --dynamo_backend set it, too"
 # Fields of TRL's configs that name a token of the tokenizer.
 TOKENS_OF_TEXT = ("eos_token", "pad_token")
 # Arguments of `vllm.LLM` with which the CPU engine computes as `cpu_exact` does.
@@ -298,6 +302,7 @@ class LowBitConfig:
             )
         # TRL's first: it turns text into dicts and fills in what the checks read.
         super().__post_init__()
+        self._take_precision_of_launcher()
 
         check_choices(self)
         if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
@@ -316,6 +321,14 @@ class LowBitConfig:
             raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
         _check_engine(self)
         self.verify_sync = _checked_verify(self.verify_sync)
+
+    def _take_precision_of_launcher(self) -> None:
+        """
+        Say in `bf16` and `fp16` what accelerate does. Where a recipe sets neither, `accelerate launch
+        --mixed_precision` decides, and the checks, the operations and a resume all go by the fields.
+        """
+        self.bf16 = self.mixed_precision == "bf16"
+        self.fp16 = self.mixed_precision == "fp16"
 
 
 def _is_secret(field: str) -> bool:
@@ -359,8 +372,16 @@ def check_choices(args: Any) -> None:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
 
 
+def compiles(args: Any) -> bool:
+    """Whether torch compiles the model: transformers' field says so, or accelerate's launcher (`--dynamo_backend`)."""
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    return args.torch_compile or backend.lower() != "no"
+
+
 def check_fit(args: Any) -> None:
-    """Refuse (`ValueError`) the switches in `UNFIT`."""
+    """Refuse (`ValueError`) the switches in `UNFIT`, and a precision of the launcher's that no switch has."""
+    if args.mixed_precision == "fp8":
+        raise ValueError("mixed_precision must be 'no' or 'bf16', got 'fp8' from the launcher: the scheme quantizes.")
     for name, why in UNFIT.items():
         if getattr(args, name, False):
             raise ValueError(f"{name} must be False: {why}.")
@@ -405,7 +426,7 @@ def _check_engine(args: Any) -> None:
 
     for field in ("model_init_kwargs", "vllm_engine_kwargs"):
         values = getattr(args, field, None) or {}
-        tokens = [key for key, value in values.items() if "token" in key and type(value) is str]
+        tokens = [key for key, value in values.items() if f"_{key}".endswith("_token") and type(value) is str]
         if tokens:
             raise ValueError(f"{field} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead.")
 

@@ -66,6 +66,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         return
 
     _check_loading(args, trainer_arguments)
+    _check_not_compiled(model)
     check_placement(args)
     peft_config = trainer_arguments.get("peft_config")
     if args.frozen and not (isinstance(model, str) and peft_config):
@@ -119,6 +120,12 @@ def _check_not_quantized(model: str | nn.Module, args: RunSettings) -> None:
             "quant_scheme='none', but the model has low-bit layers, perhaps of an earlier trainer. Call "
             "remove_quantization(model) of qarl_trl.quant first, or load the model again."
         )
+
+
+def _check_not_compiled(model: str | nn.Module) -> None:
+    """Refuse (`ValueError`) a model that a script compiled: its layers are replaced, and it rounds otherwise."""
+    if isinstance(model, nn.Module) and model._compiled_call_impl is not None:
+        raise ValueError("The model must not be compiled, got one after model.compile(). Give it as it was loaded.")
 
 
 def _check_optimizer(args: RunSettings) -> None:

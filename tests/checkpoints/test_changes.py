@@ -152,3 +152,44 @@ def test_master_weights_of_another_dtype_are_another_run(dense_model, tmp_path):
     assert resume_path(str(folder), args, identity_of(model, args, None, {}))  # control
     with pytest.raises(ValueError, match="model_init_kwargs was .*float32.*, and is .*bfloat16"):
         resume_path(str(folder), args, identity_of(model.bfloat16(), args, None, {}))
+
+
+def test_a_loaded_model_of_another_config_is_another_run(dense_model, tmp_path):
+    """A script may change it after it loaded the model, and its files know nothing of that."""
+    args = config(tmp_path)
+
+    def facts(rope_theta=None, attention="sdpa", ends=1, rewards=(len,)):
+        model = AutoModelForCausalLM.from_pretrained(dense_model, dtype="float32", attn_implementation=attention)
+        model.config.use_cache = not model.config.use_cache  # changes no policy
+        if rope_theta is not None:
+            model.config.rope_parameters["rope_theta"] = rope_theta
+        model.generation_config.eos_token_id = ends
+        return identity_of(model, args, None, {"reward_funcs": list(rewards)})
+
+    folder = write(tmp_path, 1, **facts())
+
+    assert resume_path(str(folder), args, facts())  # control
+    for name, others in [
+        ("config", {"rope_theta": 100.0}),
+        ("config", {"attention": "eager"}),
+        ("end_tokens", {"ends": [1, 2]}),
+    ]:
+        with pytest.raises(ValueError, match=f"another run: {name} was"):
+            resume_path(str(folder), args, facts(**others))
+
+
+def upper(batch):
+    return {"prompt": [text.upper() for text in batch["prompt"]]}
+
+
+def test_rows_that_are_shown_through_another_function_are_another_run(tmp_path):
+    args = config(tmp_path)
+
+    def facts(data):
+        return identity_of("a", args, None, {"train_dataset": data})
+
+    folder = write(tmp_path, 1, **facts(rows("a", "b").with_transform(upper)))
+
+    assert resume_path(str(folder), args, facts(rows("a", "b").with_transform(upper)))  # control
+    with pytest.raises(ValueError, match="another run: transform was '.*upper'.*and is 'none'"):
+        resume_path(str(folder), args, facts(rows("a", "b")))

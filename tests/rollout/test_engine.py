@@ -71,7 +71,7 @@ def parameters(monkeypatch, of_user, mode="colocate", of_trainer=()):
 )
 def test_only_stop_strings_need_text(monkeypatch, of_user, text):
     """The trainer decodes token ids."""
-    added = {"detokenize": text, "stop_token_ids": []}
+    added = {"detokenize": text, "stop_token_ids": [], "ignore_eos": True}
 
     assert parameters(monkeypatch, of_user, mode="server") == of_user | added
 
@@ -86,13 +86,17 @@ def test_only_a_colocated_engine_is_asked_for_flat_log_probs(monkeypatch):
     ("of_user", "of_trainer", "stops"),
     [
         ({"stop_token_ids": [7, 3]}, [2, 7], [2, 7, 3]),
-        ({"ignore_eos": True}, [2], []),  # vLLM stops at stop tokens all the same
+        ({"ignore_eos": True}, [2], []),
         ({"ignore_eos": True, "stop_token_ids": [5]}, [2], [5]),
         ({}, [None, 2], [2]),  # a tokenizer without an EOS token
     ],
 )
 def test_an_answer_ends_at_the_tokens_of_trainer_and_user(monkeypatch, of_user, of_trainer, stops):
-    assert parameters(monkeypatch, of_user, of_trainer=of_trainer)["stop_token_ids"] == stops
+    sampling = parameters(monkeypatch, of_user, of_trainer=of_trainer)
+
+    assert sampling["stop_token_ids"] == stops
+    # By itself vLLM also stops at those of the model's files. It stops at stop tokens all the same.
+    assert sampling["ignore_eos"] is True
 
 
 # Build ----------------------------------------------------------------------------------------------------------

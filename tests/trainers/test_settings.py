@@ -46,6 +46,9 @@ def test_half_a_config_is_refused():
         ({"quant_kernel": "marlin"}, "quant_kernel"),
         ({"learner_ops": "vllm"}, "learner_ops"),
         (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, "vllm_engine_kwargs"),
+        (VLLM | {"vllm_engine_kwargs": {"model_impl": "transformers"}}, "vllm_engine_kwargs sets .'model_impl'."),
+        (VLLM | {"vllm_engine_kwargs": {"hf_token": "hf_x"}}, "vllm_engine_kwargs sets .'hf_token'., which would be"),
+        ({"model_init_kwargs": {"token": "hf_x"}}, "model_init_kwargs sets .'token'., which would be"),
         (VLLM | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "vllm_engine_kwargs sets .'kv_cache_dtype'."),
         (VLLM | {"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' must be one of 'auto', 'fp8'"),
         *(({name: True}, name) for name in UNFIT),
@@ -206,3 +209,30 @@ def test_a_copied_config_has_its_tokens(config, copy_of):
     # Control: as transformers writes it beside a checkpoint.
     stored = pickle.loads(pickle.dumps(args))
     assert (stored.hub_token, stored.eos_token) == (None, "<end>")
+
+
+def test_arguments_that_only_sound_like_a_token_are_accepted(config):
+    kwargs = {"tokenizer": "/a/folder", "tokenizer_mode": "slow"}
+
+    assert config(use_vllm=True, vllm_engine_kwargs=kwargs).engine_kwargs == kwargs
+
+
+@pytest.mark.parametrize(("launcher", "bf16"), [("bf16", True), ("no", False)])
+def test_the_precision_of_the_launcher_is_that_of_the_fields(config, monkeypatch, launcher, bf16):
+    """Where a recipe sets none, accelerate computes in the launcher's. Checks and a resume go by the fields."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+
+    assert config(bf16=False).bf16 is bf16
+    # Control: the field wins.
+    assert config(bf16=True).bf16
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"), [("fp16", "fp16 must be False"), ("fp8", "got 'fp8' from the launcher")]
+)
+def test_other_precisions_of_the_launcher_are_refused_in_low_bits(config, monkeypatch, launcher, words):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
+
+    with pytest.raises(ValueError, match=words):
+        config()
+    config(quant_scheme="none")  # control

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 from configs import config
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import DPOConfig
 
 from qarl_trl import LowBitDistillationConfig, QaRLConfig, QaRLTrainer
@@ -52,6 +52,17 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     # Controls.
     check_arguments("org/model", config(tmp_path), {})
     check_arguments("org/model", config(tmp_path, optim_args="momentum=0.9, nesterov=True"), {})
+
+
+def test_a_compiled_model_is_refused(dense_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(dense_model)
+    check_arguments(model, config(tmp_path), {})  # control
+
+    model.compile(backend="eager")
+
+    with pytest.raises(ValueError, match=r"must not be compiled, got one after model.compile\(\)"):
+        check_arguments(model, config(tmp_path), {})
+    check_arguments(model, config(tmp_path, quant_scheme="none"), {})  # TRL's own business
 
 
 WITH_SERVER = {
