@@ -62,7 +62,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         sync_folder: A server gets its weights through this folder, which both mount.
         sync_check: Compares engine and learner after syncs; `None`: never.
         seed: The run's seed, for colocated engines: TRL starts those of every run alike. A server has its own.
-        stop_token_ids: Tokens that end an answer for the trainer. The engine knows only those of the model's files.
+        stop_token_ids: Tokens that end an answer for the trainer, and no others do. `None`: the trainer has no such
+            list, and those of the model's files end it.
         kwargs: TRL's other arguments.
 
     Attributes:
@@ -88,7 +89,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         sync_folder: str | None = None,
         sync_check: SyncCheck | None = None,
         seed: int = 0,
-        stop_token_ids: Sequence[int | None] = (),
+        stop_token_ids: Sequence[int | None] | None = None,
         **kwargs: Any,
     ) -> None:
         self.quantization_config = quantization_config
@@ -108,7 +109,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # After TRL's constructor, which puts the user's there.
         self.generation_kwargs = self._sampling_parameters(stop_token_ids)
 
-    def _sampling_parameters(self, stop_token_ids: Sequence[int | None]) -> dict[str, Any]:
+    def _sampling_parameters(self, stop_token_ids: Sequence[int | None] | None) -> dict[str, Any]:
         """More arguments of vLLM's `SamplingParams`: the user's, and what the trainer needs."""
         of_user = self.generation_kwargs
 
@@ -117,10 +118,11 @@ class LowBitVLLMGeneration(VLLMGeneration):
         needs_text = bool(of_user.get("stop"))
         parameters = {"detokenize": needs_text} | of_user
 
-        parameters["stop_token_ids"] = self._stop_tokens(stop_token_ids)
-        # All of them: by itself vLLM also stops at the end tokens of the model's files, which a script may have
-        # changed in memory. Such an answer would count as cut off.
-        parameters["ignore_eos"] = True
+        parameters["stop_token_ids"] = self._stop_tokens(stop_token_ids or ())
+        if stop_token_ids is not None:
+            # By itself vLLM also stops at the end tokens of the model's files, which a script may have changed in
+            # memory. Such an answer would count as cut off.
+            parameters["ignore_eos"] = True
         if self.mode == "colocate":
             # Lists of numbers: vLLM would make an object for each token, and Python's garbage collection visit them.
             parameters["flat_logprobs"] = True

@@ -37,7 +37,7 @@ def build_engine(trainer: Any, args: Any, model: nn.Module, **engine_args: Any) 
         sync_check=build_sync_check(trainer),
         seed=args.seed,
         # For TRL an answer ends by these, and vLLM knows only the end tokens of the model's files.
-        stop_token_ids=getattr(trainer, "eos_token_ids", ()),
+        stop_token_ids=getattr(trainer, "eos_token_ids", None),
         **engine_args,
     )
 

@@ -99,6 +99,13 @@ def test_an_answer_ends_at_the_tokens_of_trainer_and_user(monkeypatch, of_user, 
     assert sampling["ignore_eos"] is True
 
 
+def test_without_a_list_of_the_trainer_an_answer_ends_at_the_tokens_of_the_files(monkeypatch):
+    sampling = parameters(monkeypatch, {"stop_token_ids": [7]}, of_trainer=None)
+
+    assert sampling["stop_token_ids"] == [7]
+    assert "ignore_eos" not in sampling
+
+
 # Build ----------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,12 +146,45 @@ def test_the_eos_token_of_the_processing_class_ends_answers(tmp_path):
 def test_an_engine_that_knows_only_the_files_of_the_model_goes_on_after_that_token(tmp_path):
     """The control."""
     model = save_model(tmp_path / "model")
-    replaced = {"stop_token_ids": ()}
+    replaced = {"stop_token_ids": None}
     completions = isolated(_completions_with_other_eos, model, str(tmp_path / "run"), replaced)
 
     _, going_on = _ends_and_goes_on(completions, OTHER_EOS)
     assert going_on > 5
     _, going_on = _ends_and_goes_on(completions, EOS_OF_FILES)
+    assert going_on == 0
+
+
+def _completions_of_changed_ends(model: str, folder: str, replaced: dict[str, Any]) -> list[list[int]]:
+    """What a run draws in whose model, in memory, one token less ends an answer than in the files."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded.generation_config.eos_token_id = make_tokenizer().eos_token_id
+    with _engine_setting(**replaced):
+        trainer = make_trainer(loaded, Path(folder))
+    return _completions(trainer, number=64)
+
+
+def test_an_end_token_that_a_script_took_out_ends_no_answer(tmp_path):
+    model = save_model(tmp_path / "model")
+    tokenizer = make_tokenizer()
+    file = tmp_path / "model" / "generation_config.json"
+    of_files = json.loads(file.read_text())
+    of_files["eos_token_id"] = tokenizer.convert_tokens_to_ids([EOS_OF_FILES, OTHER_EOS])
+    file.write_text(json.dumps(of_files))
+
+    completions = isolated(_completions_of_changed_ends, model, str(tmp_path / "run"), {})
+    _, going_on = _ends_and_goes_on(completions, OTHER_EOS)
+    assert going_on > 5
+    ending, going_on = _ends_and_goes_on(completions, EOS_OF_FILES)
+    assert ending > 5
+    assert going_on == 0
+
+    # Control: an engine that goes by the files.
+    by_files = {"stop_token_ids": None}
+    completions = isolated(_completions_of_changed_ends, model, str(tmp_path / "by_files"), by_files)
+    _, going_on = _ends_and_goes_on(completions, OTHER_EOS)
     assert going_on == 0
 
 
