@@ -54,6 +54,7 @@ _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
+_DATE = re.compile(r"(?<!\d)\d{4}-\d\d-\d\d(?!\d)")
 # math-verify compares floats to six places, in which numbers below this have no three digits left.
 _TINY = 1e-3
 _FEWEST_DIGITS = 3
@@ -243,6 +244,10 @@ def _grade(completion: str, reference: str) -> float | None:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    # math-verify subtracts: 2024-01-05 would be 2018.
+    if _DATE.fullmatch(reference.strip()):
+        return float(_last_date(completion) == reference.strip())
+
     gold = _parse_reference(reference)
     if not gold:
         return None
@@ -264,6 +269,16 @@ def _grade(completion: str, reference: str) -> float | None:
             if is_equal and not _are_different_tiny_numbers(expected, answer):
                 return 1.0
     return 0.0
+
+
+def _last_date(completion: str) -> str | None:
+    """The date in the last box, or without a box the last one of the text; `None` without a date."""
+    place = last_box(completion)
+    if place is not None:
+        _, start, end = place
+        return _plain(completion[start:end]).rstrip(".")
+    dates = _DATE.findall(completion)
+    return dates[-1] if dates else None
 
 
 def _readings(text: str) -> list[str]:

@@ -373,3 +373,27 @@ def test_prompts_are_refused_as_problems_are(write, settings, words):
 
     with pytest.raises(ValueError, match=words):
         load_prompts(path, **settings)
+
+
+def test_dates_of_rows_that_are_trained_on_as_they_are_stay_text(write):
+    """`qarl-trl sft` takes them so."""
+    path = write([{"messages": [{"content": "2024-01-05"}], "completion": "2024-01-05"}])
+
+    (row,) = load_rows(str(path), "train")
+
+    assert row == {"messages": [{"content": "2024-01-05"}], "completion": "2024-01-05"}
+
+
+def test_answers_that_a_column_of_floats_may_have_shortened_are_said(write, caplog):
+    def said(answers):
+        caplog.clear()
+        path = write([{"problem": "p", "answer": answer} for answer in answers])
+        load_math_dataset(str(path))
+        return "1 of 2 answers in 'answer' are floats above" in caplog.text
+
+    # The reader makes floats of all, and 12345678901234568 of the first.
+    assert said([12345678901234567, 0.5])
+    # Controls.
+    assert not said([12345678901234567, 5])
+    assert not said([1234567890123456, 0.5])
+    assert not said(["12345678901234567", "0.5"])

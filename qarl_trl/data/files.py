@@ -6,7 +6,9 @@ import glob
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from .rows import as_written
 
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> Dataset:
     """
-    Load a dataset unchanged.
+    Load a dataset unchanged, but for dates: pyarrow's reader of JSON takes texts for them, and they are texts again.
 
     Args:
         name_or_path: A Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file.
@@ -44,7 +46,7 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
             # A file has one split, so give it the name that is asked for, without the slice.
             # Absolute and escaped: datasets takes the name as a pattern, and the current folder is a part of it.
             files = {split.partition("[")[0]: glob.escape(str(path.absolute()))}
-            return load_dataset(BUILDERS[path.suffix], data_files=files, split=split)
+            return _with_dates_as_text(load_dataset(BUILDERS[path.suffix], data_files=files, split=split))
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
     except OSError:  # a missing file, or no network
         raise
@@ -54,6 +56,36 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         raise ValueError(
             f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {_reason(error.__cause__ or error)}"
         ) from error
+
+
+def _with_dates_as_text(dataset: Dataset) -> Dataset:
+    """The rows, with dates as they were written."""
+    from datasets import Features
+
+    features = {name: _as_text(feature) for name, feature in dataset.features.items()}
+    # Most data have none, and stay on the disk.
+    if features == dataset.features:
+        return dataset
+    return dataset.map(
+        as_written,
+        features=Features(features),
+        desc="Reading dates",
+        load_from_cache_file=False,
+        keep_in_memory=True,
+    )
+
+
+def _as_text(feature: Any) -> Any:
+    """The type of a column, or of a part of it, with text in place of times."""
+    from datasets import List, Value
+
+    if isinstance(feature, dict):
+        return {name: _as_text(part) for name, part in feature.items()}
+    if isinstance(feature, List):
+        return List(_as_text(feature.feature), length=feature.length)
+    if isinstance(feature, Value) and feature.dtype.startswith("timestamp"):
+        return Value("string")
+    return feature
 
 
 def local_path(name_or_path: str) -> Path | None:

@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 # and a whole solution in `target`.
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "solution", "target")
+# Above it not every whole number is a float.
+_LARGEST_WHOLE = 2.0**53
 
 
 def load_math_dataset(
@@ -65,6 +67,7 @@ def load_math_dataset(
     answer_column = _column(dataset, answer_column, ANSWER_COLUMNS, "answer_column", name_or_path)
 
     _say_what_is_left_out(dataset, problem_column, conversational)
+    _say_lost_digits(dataset, answer_column)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         problem = as_written(row[problem_column])
@@ -177,6 +180,18 @@ def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool, i
         logger.warning(
             f"{cut} of {len(dataset)} rows have a system message or earlier turns in {column!r}, which prompts as "
             "text leave out (conversational=False). What the model must see belongs into prompt_template."
+        )
+
+
+def _say_lost_digits(dataset: Dataset, column: str) -> None:
+    """Warn of whole numbers that a column of floats cannot hold: a reader makes one of ints and floats."""
+    too_large = 0
+    for value in dataset[column]:
+        too_large += isinstance(value, float) and _LARGEST_WHOLE < abs(value) < float("inf")
+    if too_large:
+        logger.warning(
+            f"{too_large} of {len(dataset)} answers in {column!r} are floats above {_LARGEST_WHOLE:.0f}, and may have "
+            "lost their last digits. Write answers as text."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -108,12 +109,15 @@ def final_answer(reference: Any) -> str:
 
 
 def as_written(value: Any) -> Any:
-    """A value of a row; a date as the text that it was in the file, with the messages of a chat."""
+    """
+    A value of a row, or the whole row, with dates as texts again, also in the messages of a chat.
+
+    The time of a midnight is left out: pyarrow's reader of JSON makes it of a day.
+    """
     if isinstance(value, list):
         return [as_written(part) for part in value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {name: as_written(part) for name, part in value.items()}
-    # pyarrow's reader of JSON takes "2024-01-05" for a time of that day.
     if isinstance(value, datetime):
         return value.isoformat(sep=" ").removesuffix(" 00:00:00")
     return value

@@ -40,6 +40,28 @@ def check_adapter(config: Any, args: RunSettings) -> None:
         raise ValueError("optim_muon must be False with LoRA: Muon steps of A and B are no Muon step of W + s B A.")
 
 
+def check_reference(model: Any, args: RunSettings) -> None:
+    """
+    Refuse a penalty towards the start of another adapter than the one that is trained: TRL copies the one of the name
+    "default".
+
+    Args:
+        model: The trainer's `PeftModel`.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: with the name of the trained adapter.
+    """
+    # A distillation has a field of the same name, which chooses its divergence.
+    has_reference = getattr(args, "beta", 0.0) and not hasattr(args, "teacher_model_name_or_path")
+    if has_reference and model.active_adapter != "default":
+        raise ValueError(
+            f"beta={args.beta}: the trained adapter of the PeftModel must have the name 'default', got "
+            f"{model.active_adapter!r}. TRL takes the adapter of that name as the reference. Load it without "
+            "adapter_name."
+        )
+
+
 def check_one_active(model: Any) -> None:
     """
     Refuse a `PeftModel` with several active adapters, or with another one than it names: layers compute with those

@@ -16,7 +16,7 @@ from ..export.files import BASE_FOLDER
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs, is_peft_model
 from ..trainers.settings import LowBitConfig
-from .adapters import check_adapter, check_one_active, check_saved
+from .adapters import check_adapter, check_one_active, check_reference, check_saved
 from .layers import check_plan
 from .placement import check_placement
 from .rollouts import check_processes, uses_server
@@ -77,6 +77,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         check_adapter(adapter, args)
     if not isinstance(model, str) and is_peft_model(model):
         check_one_active(model)
+        check_reference(model, args)
         check_saved(model)
     _check_targets(args, with_adapter=bool(adapters))
     _warn_of_reference(args, with_adapter=bool(adapters))

@@ -269,19 +269,38 @@ def check_packing(config: PretrainedConfig, args: RunSettings) -> None:
     Raises:
         ValueError: if the model has state spaces, convolutions or other layers that are no attention.
     """
-    strategy = getattr(args, "packing_strategy", None)
-    packs = getattr(args, "packing", False) or getattr(args, "eval_packing", False)
-    # The third strategy, 'wrapped', cuts and joins texts on purpose.
-    keeps_apart = strategy in ("bfd", "bfd_split") and packs
-    if not (keeps_apart or getattr(args, "padding_free", False)):
+    if not keeps_texts_apart(args):
         return
-
     reason = layers_that_run_on(config.get_text_config())
     if reason is not None:
-        raise ValueError(
-            f"packing and padding_free must be off for a {config.model_type}: {reason}, so a text would be learned "
-            "after its neighbour."
-        )
+        raise ValueError(crossing_refusal(config.model_type, reason))
+
+
+def keeps_texts_apart(args: RunSettings) -> bool:
+    """
+    Whether a run has rows of several texts that must not see each other.
+
+    Args:
+        args: Settings of the run. Only those of SFT can pack.
+    """
+    packs = getattr(args, "packing", False) or getattr(args, "eval_packing", False)
+    # The third strategy, 'wrapped', cuts and joins texts on purpose.
+    is_apart = getattr(args, "packing_strategy", None) in ("bfd", "bfd_split")
+    return (packs and is_apart) or getattr(args, "padding_free", False)
+
+
+def crossing_refusal(model_type: str, reason: str) -> str:
+    """
+    The words of a refusal to pack.
+
+    Args:
+        model_type: The kind of model.
+        reason: Why its texts cross.
+    """
+    return (
+        f"packing and padding_free must be off for a {model_type}: {reason}, so a text would be learned after its "
+        "neighbour."
+    )
 
 
 def attention_of(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> str:

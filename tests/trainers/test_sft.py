@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 from datasets import Dataset
 from slow.test_invariants import _agree, _layers_of, _record_forward
-from slow.toys import stored_tensors
+from slow.toys import make_tokenizer, stored_tensors
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from toy_runs import adapter
-from transformers import Lfm2Config, TrainerCallback
+from transformers import Lfm2Config, OPTConfig, OPTForCausalLM, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer
@@ -130,6 +131,27 @@ def test_rows_that_share_a_sequence_are_refused_where_layers_run_on(tmp_path, ch
     check(mixed, packing=True, packing_strategy="wrapped")
     check(mixed, quant_scheme="none", **changes)
     check(str(tmp_path / "attention"), **changes)
+
+
+def test_rows_that_share_a_sequence_are_refused_where_attention_does_not_read_their_positions(tmp_path):
+    """OPT takes positions and masks by none. No config says so: the first pass of a run measures it."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "ffn_dim": 256, "num_hidden_layers": 2, "vocab_size": 64, "word_embed_proj_dim": 128}
+    ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    model = OPTForCausalLM(OPTConfig(**sizes, **ends, num_attention_heads=2, max_position_embeddings=64, init_std=0.2))
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    name = str(tmp_path / "model")
+
+    packed = make(name, tmp_path / "packed", texts(), packing=True, max_length=32)
+    with pytest.raises(ValueError, match="must be off for a opt: a sequence's log-probs change by .* neighbour"):
+        packed.train()
+
+    # Controls: alone, and cut and joined on purpose.
+    make(name, tmp_path / "alone", texts(), max_steps=1).train()
+    make(
+        name, tmp_path / "wrapped", texts(), max_steps=1, packing=True, packing_strategy="wrapped", max_length=32
+    ).train()
 
 
 def test_a_merged_adapter_is_trained_and_the_merged_model_is_saved(dense_model, tmp_path):

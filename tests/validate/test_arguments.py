@@ -213,6 +213,20 @@ def test_of_several_adapters_one_is_active_and_the_model_names_it(tmp_path, tiny
     check_arguments(model, args, {})
 
 
+def test_a_penalty_towards_the_start_of_another_adapter_is_refused(tmp_path, tiny_model):
+    """TRL makes the reference of the adapter "default", whichever is trained."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"])
+    named = get_peft_model(tiny_model(num_hidden_layers=1), lora, adapter_name="policy")
+    with_penalty = config(tmp_path / "run", beta=0.1)
+
+    with pytest.raises(ValueError, match=r"beta=0.1: the trained adapter .* 'default', got 'policy'"):
+        check_arguments(named, with_penalty, {})
+
+    # Controls: without a penalty, and by its usual name.
+    check_arguments(named, config(tmp_path / "run"), {})
+    check_arguments(get_peft_model(tiny_model(num_hidden_layers=1), lora), with_penalty, {})
+
+
 def test_a_run_in_which_nothing_is_in_low_bits_is_said(tmp_path, caplog):
     def warned(**changes):
         caplog.clear()

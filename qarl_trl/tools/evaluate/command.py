@@ -32,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     options.pass_at = options.pass_at or [options.k]
     if not all(1 <= k <= options.k for k in options.pass_at):
         raise ValueError(f"--pass_at must be between 1 and --k {options.k}, got {options.pass_at}.")
+    if "max_model_len" in options.engine_kwargs:
+        raise ValueError(
+            "--engine_kwargs must not set max_model_len: it is the longest prompt and --max_new_tokens together."
+        )
 
     # Late imports, so that `--help` and a wrong option need not wait for them. Cheap checks come first.
     from transformers import AutoConfig, AutoTokenizer
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     if options.vllm_gpu_memory_utilization is not None:
         settings["gpu_memory_utilization"] = options.vllm_gpu_memory_utilization
     settings |= options.engine_kwargs
-    # It comes last, since a smaller length would cut completions off. vLLM refuses more than the model's maximum.
+    # vLLM refuses more than the model's maximum.
     settings["max_model_len"] = _longest_prompt(problems) + options.max_new_tokens
     engine = _start_engine(folder, adapter, options.max_new_tokens, settings)
     # The command line prints errors up to here in one line, and those of the function with their traceback.

@@ -88,6 +88,7 @@ def stopped(capsys, *argv):
         (["--k", "4", "--temperature", "0"], "greedy"),
         (["--pass_at", "1", "8"], "--pass_at"),
         (["--engine_kwargs", "[1]"], "--engine_kwargs"),
+        (["--engine_kwargs", '{"max_model_len": 64}'], "--engine_kwargs must not set max_model_len"),
         (["--conversational", "perhaps"], "--conversational"),
         (["--reward_funcs", "no_such_module.reward"], "reward_funcs"),
         (["--reward_funcs", "math_reward", "math_reward"], "different names"),
