@@ -72,7 +72,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row("`torch_compile` in SFT", REFUSED, "test_settings_that_cannot_run_are_refused", "TorchDynamo fails there"),
         Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),
         Row(
-            "packing of LFM2, Falcon-H1 and other models that do not only attend",
+            "packing of models in which texts would cross: LFM2, Falcon-H1, OPT and others",
             REFUSED,
             "test_rows_that_share_a_sequence_are_refused_where_layers_run_on",
         ),

@@ -34,7 +34,7 @@ _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules",
 # Entries of a config that say where a model is from, how it is stored, or what its trainer decides.
 _NOT_COMPUTED_BY = (
     *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"),
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
 )
 
 # The entry of the settings of the run, by name.
@@ -102,7 +102,7 @@ def identity_of(
     else:
         # What a script has changed since it loaded the model is in no file of its start.
         facts["config"] = _config_fact(base_model(model).config)
-        end_tokens = _as_list(_generation_config(base_model(model)).eos_token_id)
+        end_tokens = _end_tokens_of(model, trainer_arguments.get("processing_class"))
     # A trainer without rewards is given its answers.
     if has_rewards and end_tokens is not None:
         facts["end_tokens"] = end_tokens
@@ -184,14 +184,27 @@ def _as_list(tokens: int | Sequence[int] | None) -> list[int]:
     return sorted(tokens or [])
 
 
-def _generation_config(model: Any) -> Any:
-    """How a loaded model generates. One that was made and not loaded may have it in its config."""
-    return getattr(model, "generation_config", None) or model.config
+def _end_tokens_of(model: nn.Module, processing_class: Any) -> list[int]:
+    """The tokens that end an answer of a loaded model: its own, and that of a tokenizer among the arguments."""
+    loaded: Any = base_model(model)
+    # One that was made and not loaded may have them in its config.
+    generation = getattr(loaded, "generation_config", None) or loaded.config
+    tokens = set(_as_list(generation.eos_token_id))
+
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if tokenizer:
+        # The Trainer writes it into the model.
+        tokens.add(tokenizer.eos_token_id)
+    return sorted(tokens - {None})
 
 
 def _config_fact(config: PretrainedConfig) -> str:
-    """A digest of what a loaded model computes by."""
-    content = [_computed_by(config.to_dict()), config._attn_implementation]
+    """A digest of what a loaded model computes by, without what an earlier trainer of the script has changed."""
+    attention = config._attn_implementation or ""
+    # In place of sdpa alone.
+    if attention.startswith("qarl_"):
+        attention = "sdpa"
+    content = [_computed_by(config.to_dict()), attention]
     return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).hexdigest()[:16]
 
 

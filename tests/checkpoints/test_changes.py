@@ -17,6 +17,8 @@ from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule
 from qarl_trl.checkpoints.identity import SETTINGS as OF_RUN
 from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, resume_path
+from qarl_trl.learner.attention import use_packed_attention
+from qarl_trl.quant import apply_quantization
 
 from .test_folder import write
 
@@ -158,9 +160,15 @@ def test_a_loaded_model_of_another_config_is_another_run(dense_model, tmp_path):
     """A script may change it after it loaded the model, and its files know nothing of that."""
     args = config(tmp_path)
 
-    def facts(rope_theta=None, attention="sdpa", ends=1, rewards=(len,)):
+    def trained_by_a_trainer(model):
+        apply_quantization(model, args.quant_plan())
+        use_packed_attention(model)
+
+    def facts(rope_theta=None, attention="sdpa", ends=1, rewards=(len,), trained=False):
         model = AutoModelForCausalLM.from_pretrained(dense_model, dtype="float32", attn_implementation=attention)
         model.config.use_cache = not model.config.use_cache  # changes no policy
+        if trained:
+            trained_by_a_trainer(model)
         if rope_theta is not None:
             model.config.rope_parameters["rope_theta"] = rope_theta
         model.generation_config.eos_token_id = ends
@@ -169,6 +177,8 @@ def test_a_loaded_model_of_another_config_is_another_run(dense_model, tmp_path):
     folder = write(tmp_path, 1, **facts())
 
     assert resume_path(str(folder), args, facts())  # control
+    # A script may give a model to one trainer, and then to another.
+    assert resume_path(str(folder), args, facts(trained=True))
     for name, others in [
         ("config", {"rope_theta": 100.0}),
         ("config", {"attention": "eager"}),
