@@ -15,7 +15,7 @@ from trl import GRPOConfig
 from .loss import TrustBand
 from .options import ENGINE, LOSS, option
 from .trainers.sampling import check_endings, check_noise, check_seed
-from .trainers.settings import SET_BY, LowBitConfig, changed_fields, check_fit, compiles
+from .trainers.settings import SET_BY, LowBitConfig, changed_fields, check_fit
 
 
 logger = get_logger(__name__)
@@ -187,7 +187,7 @@ def _check_tbpo(args: QaRLConfig) -> None:
     changed = changed_fields(args, REPLACED_BY_TBPO)
     if changed:
         raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the tbpo_* fields.")
-    if compiles(args):
+    if args.compiles:
         raise ValueError(
             f"torch_compile must be False with loss_type='tbpo' ({SET_BY}): a compiled forward rounds otherwise in "
             "training than where it scored the rollout (4 % of an answer's ratio beside an FP8 engine), and the bands "

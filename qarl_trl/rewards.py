@@ -272,7 +272,7 @@ def _grade(completion: str, reference: str) -> float | None:
 
 
 def _last_date(completion: str) -> str | None:
-    """The date in the last box, or without a box the last one of the text; `None` without a date."""
+    """What the last box holds, or without a box the last date of the text; `None` without both."""
     place = last_box(completion)
     if place is not None:
         _, start, end = place

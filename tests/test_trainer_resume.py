@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.checkpoints.folder import read_manifest
-from qarl_trl.quant import iter_low_bit_weights
+from qarl_trl.quant import iter_low_bit_weights, remove_quantization
 from qarl_trl.quant.layers.frozen import adapter_tensors
 
 
@@ -198,6 +198,20 @@ def test_a_training_checkpoint_holds_master_weights_and_beside_them_the_low_bit_
 
 
 # A run that goes on with other settings ------------------------------------------------------------------------------
+
+
+def test_a_model_that_an_earlier_trainer_of_the_script_has_changed_resumes(dense_model, tmp_path):
+    """It has other layers then, another attention, and the tokenizer's end token among its own."""
+    model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+    model.generation_config.eos_token_id = [2]
+    make(model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2, **STEPWISE).train()
+    assert model.generation_config.eos_token_id != [2]  # control: the Trainer writes it there
+    remove_quantization(model)
+
+    resumed = make(model, tmp_path, max_steps=4, **STEPWISE)
+    resumed.train(resume_from_checkpoint=True)
+
+    assert resumed.state.global_step == 4
 
 
 @pytest.fixture(scope="module")

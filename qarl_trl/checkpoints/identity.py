@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 
 from .._compat.sharding import sharding_of
 from ..export.files import digest
@@ -34,9 +35,14 @@ _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules",
 # Entries of a config that say where a model is from, how it is stored, or what its trainer decides.
 _NOT_COMPUTED_BY = (
     *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"),
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
+    # The loss of a mixture. SFT writes them.
+    *("output_router_logits", "router_aux_loss_coef"),
 )
 
+# The entry of what a loaded model computes by.
+CONFIG = "config_of_model"
 # The entry of the settings of the run, by name.
 SETTINGS = "settings"
 # The entry of the reward functions among them. It is in no config.
@@ -90,6 +96,8 @@ def identity_of(
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),
         "transform": _transform_fact(trainer_arguments.get("train_dataset")),
+        # `accelerate launch` compiles without a field.
+        "compiled": getattr(args, "compiles", False),
         "world_size": args.world_size,
         "sharding": sharding_of(args),
         SETTINGS: settings,
@@ -97,12 +105,12 @@ def identity_of(
     pickles = _pickles(_folder(name, args.model_init_kwargs))
     if pickles:
         facts["pickled_weights"] = digest(pickles)
-    if isinstance(model, str):
-        end_tokens = _end_tokens(_folder(name, args.model_init_kwargs))
-    else:
+    if not isinstance(model, str):
         # What a script has changed since it loaded the model is in no file of its start.
-        facts["config"] = _config_fact(base_model(model).config)
-        end_tokens = _end_tokens_of(model, trainer_arguments.get("processing_class"))
+        facts[CONFIG] = _config_fact(base_model(model).config)
+        if has_rewards:
+            facts["end_tokens_of_model"] = _end_tokens_of(model, trainer_arguments.get("processing_class"))
+    end_tokens = _end_tokens(_folder(name, args.model_init_kwargs))
     # A trainer without rewards is given its answers.
     if has_rewards and end_tokens is not None:
         facts["end_tokens"] = end_tokens
@@ -185,27 +193,30 @@ def _as_list(tokens: int | Sequence[int] | None) -> list[int]:
 
 
 def _end_tokens_of(model: nn.Module, processing_class: Any) -> list[int]:
-    """The tokens that end an answer of a loaded model: its own, and that of a tokenizer among the arguments."""
+    """The tokens that end an answer of a loaded model for TRL: its own, and that of the tokenizer."""
     loaded: Any = base_model(model)
-    # One that was made and not loaded may have them in its config.
-    generation = getattr(loaded, "generation_config", None) or loaded.config
-    tokens = set(_as_list(generation.eos_token_id))
+    # One that was made and not loaded has none.
+    generation = getattr(loaded, "generation_config", None)
+    tokens = set(_as_list(getattr(generation, "eos_token_id", None)))
 
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    if not tokenizer:
+        with suppress(OSError, ValueError):  # TRL says what is wrong with it
+            tokenizer = AutoTokenizer.from_pretrained(loaded.config._name_or_path)
     if tokenizer:
-        # The Trainer writes it into the model.
+        # The Trainer writes it into the model, where a second trainer of a script would find it.
         tokens.add(tokenizer.eos_token_id)
     return sorted(tokens - {None})
 
 
-def _config_fact(config: PretrainedConfig) -> str:
-    """A digest of what a loaded model computes by, without what an earlier trainer of the script has changed."""
+def _config_fact(config: PretrainedConfig) -> dict[str, Any]:
+    """What a loaded model computes by, without what an earlier trainer of the script has changed."""
     attention = config._attn_implementation or ""
     # In place of sdpa alone.
     if attention.startswith("qarl_"):
         attention = "sdpa"
-    content = [_computed_by(config.to_dict()), attention]
-    return hashlib.sha256(json.dumps(content, default=str, sort_keys=True).encode()).hexdigest()[:16]
+    entries = _computed_by(config.to_dict()) | {"attention": attention}
+    return json.loads(json.dumps(entries, default=str, sort_keys=True))
 
 
 def _computed_by(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -339,10 +350,11 @@ def _data_fact(data: Any) -> str:
 
 def _transform_fact(data: Any) -> str:
     """The name of the function through which a training set shows its rows (`set_transform`)."""
-    how = getattr(data, "format", None) or {}
-    if how.get("type") != "custom":
+    from datasets import Dataset  # as below
+
+    if not isinstance(data, Dataset) or data.format["type"] != "custom":
         return "none"
-    return _name_of(how["format_kwargs"]["transform"])
+    return _name_of(data.format["format_kwargs"]["transform"])
 
 
 def scheme_fact(plan: QuantizationConfig | None) -> str:

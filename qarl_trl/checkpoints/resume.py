@@ -22,7 +22,7 @@ from .folder import (
     is_of_user,
     read_manifest,
 )
-from .identity import SETTINGS, without_choice_of_layers
+from .identity import CONFIG, SETTINGS, without_choice_of_layers
 from .lock import holding
 
 
@@ -32,8 +32,9 @@ WITHIN_BATCH = "within_rollout_batch"
 TRAINED = "trained"
 # What the optimizer began with.
 MADE = "optimizer_began_with"
-# Entries of the models beside the policy, with which it is compared: digests of their weights.
-_BESIDE = ("reference", "loaded_teacher", "teacher_files")
+# Entries that are compared last, because a setting that changed with them says more: digests of the models beside the
+# policy, and whether a launcher compiles it.
+_LAST = ("reference", "loaded_teacher", "teacher_files", "compiled")
 
 logger = get_logger(__name__)
 
@@ -195,18 +196,20 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
 
     for name in identity:
         # The name may differ, because a model's folder may move. The digest of its weights is compared instead.
-        if name not in ("model", SETTINGS, *_BESIDE):
+        if name not in ("model", SETTINGS, *_LAST):
             _check_fact(name, checkpoint, stored, identity)
 
     for change in changed_settings(checkpoint, identity):
+        # Earlier versions stored the fields, and computed in the launcher's precision all the same.
+        if change.name in ("bf16", "fp16") and "compiled" not in stored:
+            continue
         reason = refuses(change, stored.get(WITHIN_BATCH, False), args.deepspeed_plugin is not None)
         if reason is not None:
             raise ValueError(
                 f"{checkpoint} is a checkpoint of another run: {change.name} was {change.before!r} there, and is "
                 f"{change.now!r}. {reason} Set it back, or start a new run with the checkpoint as the model."
             )
-    # Last: the name of a teacher is a setting, and says more than its digest.
-    for name in _BESIDE:
+    for name in _LAST:
         if name in identity:
             _check_fact(name, checkpoint, stored, identity)
 
@@ -214,6 +217,9 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
 def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) a checkpoint whose run had another value of a fact. Earlier versions wrote fewer facts."""
     value = identity[name]
+    if name == CONFIG:
+        _check_config(checkpoint, stored.get(name, {}), value)
+        return
     # They left this choice out of the adapter, also where there was one.
     if name == "adapter" and TRAINED not in stored:
         value = [without_choice_of_layers(facts) for facts in value]
@@ -224,6 +230,18 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
             f"and is {value!r} with {identity['model']!r}. "
             "Start with what it was made from, or use another output_dir."
         )
+
+
+def _check_config(checkpoint: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) a loaded model that computes otherwise than that of the checkpoint's run."""
+    for name, value in now.items():
+        # One that only one of the two has is of another version of transformers.
+        if name in before and before[name] != value:
+            raise ValueError(
+                f"{checkpoint} is a checkpoint of another run: {name} in the config of the loaded model was "
+                f"{before[name]!r}, and is {value!r}. Load it as that run did, or start a new run with the "
+                "checkpoint as the model."
+            )
 
 
 def changed_settings(checkpoint: str | Path, identity: Mapping[str, Any]) -> list[Change]:

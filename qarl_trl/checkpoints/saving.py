@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +58,7 @@ class CheckpointMixin(ModelMixin):
         _sampler: The sampler of the training set.
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
+        _made_with: The settings of the run at that time.
         _rng_of_epoch: torch's random state at the beginning of the current epoch; `None` before the first one.
     """
 
@@ -64,6 +66,7 @@ class CheckpointMixin(ModelMixin):
     _sampler: Any = None
     _owns_checkpoints = False
     _made: list[dict[str, str]] | None = None
+    _made_with: Mapping[str, Any] = {}
     _rng_of_epoch: torch.Tensor | None = None
 
     # What it needs of `LowBitMixin`, beside it:
@@ -129,10 +132,12 @@ class CheckpointMixin(ModelMixin):
     def _say_settings_of_the_optimizer(self) -> None:
         """Warn of settings that a script changed after the optimizer was made, which a second call keeps."""
         if self.optimizer is None:
+            # The next one is another.
+            self._made = None
             return
-        now = compared_settings(self.args)
+
         changed = []
-        for change in changes(self._identity[SETTINGS], now):
+        for change in changes(self._made_with, compared_settings(self.args)):
             if change.name in KEPT_BY_OPTIMIZER:
                 changed.append(str(change))
         if changed:
@@ -363,6 +368,7 @@ class CheckpointMixin(ModelMixin):
         """Keep what the optimizer began with. A second call of `train` finds one that has counted on."""
         if self._made is None:
             self._made = made_fact(self.optimizer)
+            self._made_with = compared_settings(self.args)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+READ_BY_TRAINERS = ("text", "messages", "prompt", "completion")
 
 
 def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> Dataset:
     """
-    Load a dataset unchanged, but for dates: pyarrow's reader of JSON takes texts for them, and they are texts again.
+    Load a dataset unchanged. Of a JSON file, texts that its reader took for times are texts again in the columns that
+    a trainer reads.
 
     Args:
         name_or_path: A Hub id, a folder, or a `.jsonl`, `.json` or `.parquet` file.
@@ -46,7 +48,9 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
             # A file has one split, so give it the name that is asked for, without the slice.
             # Absolute and escaped: datasets takes the name as a pattern, and the current folder is a part of it.
             files = {split.partition("[")[0]: glob.escape(str(path.absolute()))}
-            return _with_dates_as_text(load_dataset(BUILDERS[path.suffix], data_files=files, split=split))
+            builder = BUILDERS[path.suffix]
+            dataset = load_dataset(builder, data_files=files, split=split)
+            return _with_times_as_text(dataset) if builder == "json" else dataset
         return load_dataset(str(path or name_or_path), name=config_name, split=split)
     except OSError:  # a missing file, or no network
         raise
@@ -58,14 +62,23 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         ) from error
 
 
-def _with_dates_as_text(dataset: Dataset) -> Dataset:
-    """The rows, with dates as they were written."""
+def _with_times_as_text(dataset: Dataset) -> Dataset:
+    """The rows, with texts in place of times in the columns that a trainer reads; a warning says which they are."""
     from datasets import Features
 
-    features = {name: _as_text(feature) for name, feature in dataset.features.items()}
+    features = dict(dataset.features)
+    for name in READ_BY_TRAINERS:
+        if name in features:
+            features[name] = _as_text(features[name])
+    changed = [name for name in features if features[name] != dataset.features[name]]
     # Most data have none, and stay on the disk.
-    if features == dataset.features:
+    if not changed:
         return dataset
+
+    logger.warning(
+        f"All of {', '.join(changed)} are dates or times for the reader of JSON, so a time is written as "
+        "2024-01-05 10:30:00, whatever the file has, and without the time of a midnight."
+    )
     return dataset.map(
         as_written,
         features=Features(features),

@@ -9,7 +9,7 @@ from trl import DistillationConfig, RLOOConfig, SFTConfig
 
 from ..options import LOSS, option
 from .sampling import check_endings, check_noise, check_seed
-from .settings import SET_BY, LowBitConfig, compiles
+from .settings import SET_BY, LowBitConfig
 
 
 @dataclass
@@ -27,7 +27,7 @@ class LowBitSFTConfig(LowBitConfig, SFTConfig):
                 "or max_length: null."
             )
         # RecursionError in torch 2.13, at the first step. TRL's own trainer runs.
-        if compiles(self) and self.quantized:
+        if self.compiles and self.quantized:
             raise ValueError(
                 f"torch_compile must be False in low bits ({SET_BY}): TorchDynamo does not get through the forward of "
                 "SFT on low-bit layers."

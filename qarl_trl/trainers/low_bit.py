@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -291,7 +292,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
                 inspect.signature(super().predict).bind(*args, **kwargs).arguments.get("metric_key_prefix", "test")
             )
             for name, values in metrics["eval"].items():
-                output.metrics[f"{prefix}_{name}"] = sum(values) / len(values)
+                # As TRL logs them: a reward may be NaN for a batch in which it does not apply.
+                valid = [value for value in values if not math.isnan(value)]
+                output.metrics[f"{prefix}_{name}"] = sum(valid) / len(valid) if valid else None
             metrics["eval"].clear()
         return output
 

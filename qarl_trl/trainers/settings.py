@@ -187,6 +187,12 @@ class LowBitConfig:
         return self.lora_base == "frozen"
 
     @property
+    def compiles(self) -> bool:
+        """Whether torch compiles the model: the field says so, or accelerate's launcher (`--dynamo_backend`)."""
+        backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+        return bool(getattr(self, "torch_compile", False)) or backend.lower() != "no"
+
+    @property
     def has_engine(self) -> bool:
         """Whether the trainer samples with vLLM; not every TRL trainer can."""
         return bool(getattr(self, "use_vllm", False))
@@ -324,11 +330,19 @@ class LowBitConfig:
 
     def _take_precision_of_launcher(self) -> None:
         """
-        Say in `bf16` and `fp16` what accelerate does. Where a recipe sets neither, `accelerate launch
+        Say in `bf16` and `fp16` what accelerate does. Where a recipe says `bf16: false`, `accelerate launch
         --mixed_precision` decides, and the checks, the operations and a resume all go by the fields.
         """
-        self.bf16 = self.mixed_precision == "bf16"
-        self.fp16 = self.mixed_precision == "fp16"
+        # It has its own precision, of which its config file may have been filled in by the fields.
+        if self.deepspeed:
+            return
+        if self.mixed_precision in ("bf16", "fp16") and not (self.bf16 or self.fp16):
+            logger.warning(
+                f"bf16 is False, and the launcher's mixed_precision is {self.mixed_precision!r}, in which the model "
+                f"computes: {self.mixed_precision}=True from here on."
+            )
+            self.bf16 = self.mixed_precision == "bf16"
+            self.fp16 = self.mixed_precision == "fp16"
 
 
 def _is_secret(field: str) -> bool:
@@ -372,15 +386,9 @@ def check_choices(args: Any) -> None:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
 
 
-def compiles(args: Any) -> bool:
-    """Whether torch compiles the model: transformers' field says so, or accelerate's launcher (`--dynamo_backend`)."""
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-    return args.torch_compile or backend.lower() != "no"
-
-
 def check_fit(args: Any) -> None:
     """Refuse (`ValueError`) the switches in `UNFIT`, and a precision of the launcher's that no switch has."""
-    if args.mixed_precision == "fp8":
+    if getattr(args, "mixed_precision", "no") == "fp8":
         raise ValueError("mixed_precision must be 'no' or 'bf16', got 'fp8' from the launcher: the scheme quantizes.")
     for name, why in UNFIT.items():
         if getattr(args, name, False):

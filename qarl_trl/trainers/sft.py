@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trl import SFTTrainer
 
 from ..learner.probe import crossing
+from ..quant.layers.layer import outside_training
 from ..validate.layers import crossing_refusal, keeps_texts_apart
 from .configs import LowBitSFTConfig
 from .low_bit import LowBitMixin
@@ -32,7 +33,7 @@ class LowBitSFTTrainer(LowBitMixin, SFTTrainer):
 
     Raises:
         ValueError: if model, settings and data do not go together; raised before any weights load, except for a
-            `max_length` that leaves nothing to learn.
+            `max_length` that leaves nothing to learn. `train` raises it for packed texts that would cross.
     """
 
     args: LowBitSFTConfig
@@ -42,10 +43,10 @@ class LowBitSFTTrainer(LowBitMixin, SFTTrainer):
 
     def compute_loss(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """TRL's method. The first call refuses (`ValueError`) rows of several texts that the model lets cross."""
-        # Here, because no config says it: OPT, BLOOM and Falcon take positions and do not mask by them.
+        # Here, because no config says it: OPT and Falcon take positions and do not mask by them.
         if not self._is_probed and self.args.quantized and keeps_texts_apart(self.args):
-            self._is_probed = True
             self._check_packing(model)
+            self._is_probed = True
         return super().compute_loss(model, *args, **kwargs)
 
     def _check_packing(self, model: nn.Module) -> None:
@@ -55,8 +56,9 @@ class LowBitSFTTrainer(LowBitMixin, SFTTrainer):
             return _packed_logps(model, token_ids.to(self.accelerator.device), keep)
 
         config = self._unwrapped.config
-        # A scale for all activations of a pass would let a neighbour change a rounding.
-        reason = crossing(model, score, config, exact=False)
+        with outside_training(self._unwrapped):
+            # A scale for all activations of a pass would let a neighbour change a rounding.
+            reason = crossing(model, score, config, exact=False)
         if reason is not None:
             raise ValueError(crossing_refusal(config.model_type, reason))
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from .._compat.versions import check_versions
 from .layers import OTHER_HEADS
-from .types import RunSettings
+from .types import RunSettings, TrainerArguments
 
 
 # vLLM serves no adapter with these settings. It refuses the first, and silently ignores the others, so that the engine
 # would sample from another policy.
 NOT_SERVED = ("modules_to_save", "rank_pattern", "alpha_pattern")
+# Settings of trainers that make the reference of their penalty of the adapter "default".
+COPY_AN_ADAPTER = (GRPOConfig, RLOOConfig, DPOConfig, KTOConfig)
 
 
 def check_adapter(config: Any, args: RunSettings) -> None:
@@ -40,7 +43,7 @@ def check_adapter(config: Any, args: RunSettings) -> None:
         raise ValueError("optim_muon must be False with LoRA: Muon steps of A and B are no Muon step of W + s B A.")
 
 
-def check_reference(model: Any, args: RunSettings) -> None:
+def check_reference(model: Any, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """
     Refuse a penalty towards the start of another adapter than the one that is trained: TRL copies the one of the name
     "default".
@@ -48,13 +51,14 @@ def check_reference(model: Any, args: RunSettings) -> None:
     Args:
         model: The trainer's `PeftModel`.
         args: Settings of the run.
+        trainer_arguments: All arguments of the trainer by name.
 
     Raises:
         ValueError: with the name of the trained adapter.
     """
-    # A distillation has a field of the same name, which chooses its divergence.
-    has_reference = getattr(args, "beta", 0.0) and not hasattr(args, "teacher_model_name_or_path")
-    if has_reference and model.active_adapter != "default":
+    # Other trainers copy none, and DPO and KTO do not if they are given a reference.
+    copies_one = isinstance(args, COPY_AN_ADAPTER) and trainer_arguments.get("ref_model") is None
+    if copies_one and args.beta and model.active_adapter != "default":
         raise ValueError(
             f"beta={args.beta}: the trained adapter of the PeftModel must have the name 'default', got "
             f"{model.active_adapter!r}. TRL takes the adapter of that name as the reference. Load it without "

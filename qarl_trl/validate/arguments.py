@@ -77,7 +77,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         check_adapter(adapter, args)
     if not isinstance(model, str) and is_peft_model(model):
         check_one_active(model)
-        check_reference(model, args)
+        check_reference(model, args, trainer_arguments)
         check_saved(model)
     _check_targets(args, with_adapter=bool(adapters))
     _warn_of_reference(args, with_adapter=bool(adapters))

@@ -298,8 +298,8 @@ def crossing_refusal(model_type: str, reason: str) -> str:
         reason: Why its texts cross.
     """
     return (
-        f"packing and padding_free must be off for a {model_type}: {reason}, so a text would be learned after its "
-        "neighbour."
+        f"packing and padding_free must be off for a model of type {model_type!r}: {reason}, so a text would be "
+        "learned after its neighbour."
     )
 
 

@@ -219,7 +219,7 @@ def test_arguments_that_only_sound_like_a_token_are_accepted(config):
 
 @pytest.mark.parametrize(("launcher", "bf16"), [("bf16", True), ("no", False)])
 def test_the_precision_of_the_launcher_is_that_of_the_fields(config, monkeypatch, launcher, bf16):
-    """Where a recipe sets none, accelerate computes in the launcher's. Checks and a resume go by the fields."""
+    """Where a recipe says no, accelerate computes in the launcher's. Checks and a resume go by the fields."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launcher)
 
     assert config(bf16=False).bf16 is bf16

@@ -123,7 +123,9 @@ def test_rows_that_share_a_sequence_are_refused_where_layers_run_on(tmp_path, ch
     def check(model, **more):
         check_run(model, LowBitSFTConfig(**settings(tmp_path / "run", **more)), {})
 
-    with pytest.raises(ValueError, match="must be off for a lfm2: it has layers of type 'conv', which run on"):
+    with pytest.raises(
+        ValueError, match="must be off for a model of type 'lfm2': it has layers of type 'conv', which run on"
+    ):
         check(mixed, **changes)
 
     # Controls.
@@ -144,8 +146,10 @@ def test_rows_that_share_a_sequence_are_refused_where_attention_does_not_read_th
     name = str(tmp_path / "model")
 
     packed = make(name, tmp_path / "packed", texts(), packing=True, max_length=32)
-    with pytest.raises(ValueError, match="must be off for a opt: a sequence's log-probs change by .* neighbour"):
-        packed.train()
+    # The second call, too: a notebook may try again.
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of type 'opt': a sequence's log-probs change by .* neighbour"):
+            packed.train()
 
     # Controls: alone, and cut and joined on purpose.
     make(name, tmp_path / "alone", texts(), max_steps=1).train()

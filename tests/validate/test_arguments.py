@@ -222,8 +222,9 @@ def test_a_penalty_towards_the_start_of_another_adapter_is_refused(tmp_path, tin
     with pytest.raises(ValueError, match=r"beta=0.1: the trained adapter .* 'default', got 'policy'"):
         check_arguments(named, with_penalty, {})
 
-    # Controls: without a penalty, and by its usual name.
+    # Controls: without a penalty, with a reference of the script, and by its usual name.
     check_arguments(named, config(tmp_path / "run"), {})
+    check_arguments(named, with_penalty, {"ref_model": tiny_model(num_hidden_layers=1)})
     check_arguments(get_peft_model(tiny_model(num_hidden_layers=1), lora), with_penalty, {})
 
 
