@@ -15,7 +15,8 @@ from trl import GRPOConfig
 from .loss import TrustBand
 from .options import ENGINE, LOSS, option
 from .trainers.sampling import check_endings, check_noise, check_seed
-from .trainers.settings import SET_BY, LowBitConfig, changed_fields, check_fit
+from .trainers.setting_checks import SET_BY, changed_fields, check_fit
+from .trainers.settings import LowBitConfig
 
 
 logger = get_logger(__name__)

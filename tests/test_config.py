@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from qarl_trl.config import POSITIVE, STOCK_LOSSES, QaRLConfig, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.trainers.settings import UNFIT
+from qarl_trl.trainers.setting_checks import UNFIT
 
 
 VLLM = {"use_vllm": True}

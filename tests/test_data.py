@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -377,11 +378,13 @@ def test_prompts_are_refused_as_problems_are(write, settings, words):
 
 def test_dates_of_rows_that_are_trained_on_as_they_are_stay_text(write):
     """`qarl-trl sft` takes them so."""
-    path = write([{"messages": [{"content": "2024-01-05"}], "completion": "2024-01-05"}])
+    dated = {"messages": [{"content": "2024-01-05"}], "completion": "2024-01-05"}
+    path = write([dated | {"created": "2024-01-05"}])
 
     (row,) = load_rows(str(path), "train")
 
-    assert row == {"messages": [{"content": "2024-01-05"}], "completion": "2024-01-05"}
+    # Other columns stay as the reader has them: a resume compares them.
+    assert row == dated | {"created": datetime(2024, 1, 5)}
 
 
 def test_answers_that_a_column_of_floats_may_have_shortened_are_said(write, caplog):

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 from .._compat.sharding import sharding_of
 from ..export.files import digest
 from ..quant.digest import with_low_bits
-from ..quant.names import adapter_configs, base_model
+from ..quant.names import NOT_COMPUTED_BY, adapter_configs, base_model
 from ..quant.scheme import describe_scheme
 from .changes import compared_settings
 
@@ -31,15 +31,6 @@ _PICKLES = "pytorch_model*.bin"
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 # And those that choose among its layers. Most adapters have none.
 _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
-
-# Entries of a config that say where a model is from, how it is stored, or what its trainer decides.
-_NOT_COMPUTED_BY = (
-    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"),
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"),
-    # The loss of a mixture. SFT writes them.
-    *("output_router_logits", "router_aux_loss_coef"),
-)
 
 # The entry of what a loaded model computes by.
 CONFIG = "config_of_model"
@@ -109,7 +100,7 @@ def identity_of(
         # What a script has changed since it loaded the model is in no file of its start.
         facts[CONFIG] = _config_fact(base_model(model).config)
         if has_rewards:
-            facts["end_tokens_of_model"] = _end_tokens_of(model, trainer_arguments.get("processing_class"))
+            facts["end_tokens_of_model"] = _end_tokens_of(model, args, trainer_arguments.get("processing_class"))
     end_tokens = _end_tokens(_folder(name, args.model_init_kwargs))
     # A trainer without rewards is given its answers.
     if has_rewards and end_tokens is not None:
@@ -192,7 +183,7 @@ def _as_list(tokens: int | Sequence[int] | None) -> list[int]:
     return sorted(tokens or [])
 
 
-def _end_tokens_of(model: nn.Module, processing_class: Any) -> list[int]:
+def _end_tokens_of(model: nn.Module, args: Any, processing_class: Any) -> list[int]:
     """The tokens that end an answer of a loaded model for TRL: its own, and that of the tokenizer."""
     loaded: Any = base_model(model)
     # One that was made and not loaded has none.
@@ -200,9 +191,11 @@ def _end_tokens_of(model: nn.Module, processing_class: Any) -> list[int]:
     tokens = set(_as_list(getattr(generation, "eos_token_id", None)))
 
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    if not tokenizer:
+    name = loaded.config._name_or_path
+    if not tokenizer and name:
+        trust = getattr(args, "trust_remote_code", False)
         with suppress(OSError, ValueError):  # TRL says what is wrong with it
-            tokenizer = AutoTokenizer.from_pretrained(loaded.config._name_or_path)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
     if tokenizer:
         # The Trainer writes it into the model, where a second trainer of a script would find it.
         tokens.add(tokenizer.eos_token_id)
@@ -223,7 +216,8 @@ def _computed_by(values: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a config, and of its parts, that change what a model computes."""
     kept = {}
     for name, value in values.items():
-        if name not in _NOT_COMPUTED_BY:
+        # `untie` writes the last.
+        if name not in NOT_COMPUTED_BY and name != "tie_word_embeddings":
             kept[name] = _computed_by(value) if isinstance(value, Mapping) else value
     return kept
 

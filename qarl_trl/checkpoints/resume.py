@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -200,8 +201,7 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
             _check_fact(name, checkpoint, stored, identity)
 
     for change in changed_settings(checkpoint, identity):
-        # Earlier versions stored the fields, and computed in the launcher's precision all the same.
-        if change.name in ("bf16", "fp16") and "compiled" not in stored:
+        if _is_same_precision(change, stored):
             continue
         reason = refuses(change, stored.get(WITHIN_BATCH, False), args.deepspeed_plugin is not None)
         if reason is not None:
@@ -212,6 +212,16 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
     for name in _LAST:
         if name in identity:
             _check_fact(name, checkpoint, stored, identity)
+
+
+def _is_same_precision(change: Change, stored: Mapping[str, Any]) -> bool:
+    """
+    Whether a run of an earlier version has only said less: it stored `bf16: false`, and computed in the precision of
+    the launcher, as the run does that resumes from it.
+    """
+    is_of_earlier_version = "compiled" not in stored
+    is_said_now = (change.name, change.before, change.now) == ("bf16", False, True)
+    return is_of_earlier_version and is_said_now and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
 
 
 def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

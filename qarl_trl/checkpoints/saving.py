@@ -16,8 +16,6 @@ from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import has_length
-from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import restore_default_adapter, restore_master_weights
 from ..guards import on_first
@@ -25,6 +23,7 @@ from ..quant.layers.experts import expert_modules
 from ..quant.names import file_conversions, is_peft_model
 from ..quant.store import LowBitStore
 from .changes import KEPT_BY_OPTIMIZER, changes, compared_settings, rows_per_update
+from .data_order import DataOrderMixin
 from .folder import INCOMING, commit, read_manifest, rotate
 from .identity import SETTINGS
 from .lock import holding
@@ -49,25 +48,21 @@ class NoUpdateError(RuntimeError):
     """A run ended without an update: nothing was trained."""
 
 
-class CheckpointMixin(ModelMixin):
+class CheckpointMixin(DataOrderMixin, ModelMixin):
     """
     The part of a [`~qarl_trl.trainers.LowBitMixin`] that saves and resumes. It overrides methods of the Trainer.
 
     Attributes:
         _identity: The facts that identify the run in its manifests.
-        _sampler: The sampler of the training set.
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
         _made_with: The settings of the run at that time.
-        _rng_of_epoch: torch's random state at the beginning of the current epoch; `None` before the first one.
     """
 
     _identity: dict[str, Any]
-    _sampler: Any = None
     _owns_checkpoints = False
     _made: list[dict[str, str]] | None = None
     _made_with: Mapping[str, Any] = {}
-    _rng_of_epoch: torch.Tensor | None = None
 
     # What it needs of `LowBitMixin`, beside it:
     low_bit_store: LowBitStore | None
@@ -116,7 +111,10 @@ class CheckpointMixin(ModelMixin):
             stack.enter_context(signals.listening())
 
             self._forget_earlier_call()
-            if checkpoint is None:
+            if self.optimizer is None:
+                # The next one is another.
+                self._made = None
+            elif checkpoint is None:
                 self._say_settings_of_the_optimizer()
             # Shards are other parameters than those that an optimizer was made of.
             if not self.is_fsdp_enabled:
@@ -131,11 +129,6 @@ class CheckpointMixin(ModelMixin):
 
     def _say_settings_of_the_optimizer(self) -> None:
         """Warn of settings that a script changed after the optimizer was made, which a second call keeps."""
-        if self.optimizer is None:
-            # The next one is another.
-            self._made = None
-            return
-
         changed = []
         for change in changes(self._made_with, compared_settings(self.args)):
             if change.name in KEPT_BY_OPTIMIZER:
@@ -272,91 +265,6 @@ class CheckpointMixin(ModelMixin):
         return Path(folder) / f"rollout_{self.args.process_index}.pt"
 
     # Resuming --------------------------------------------------------------------------------------------------------
-
-    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's method. It keeps the sampler for [`_run_epoch`]."""
-        self._sampler = super()._get_train_sampler(*args, **kwargs)
-        return self._sampler
-
-    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
-        """The Trainer's method. A resumed epoch keeps TRL's order of prompts, and a complete run trains nothing."""
-        # The Trainer checks this only after a step, so it would train a resumed complete run for one step more.
-        if self.state.global_step >= self.state.max_steps:
-            return
-
-        self._take_rng_of_epoch(epoch, **kwargs)
-        sampler = self._sampler
-        if isinstance(sampler, RepeatSampler) and sampler.shuffle:
-            # TRL's sampler draws one permutation per epoch, from a generator that is in no checkpoint. Seed it again
-            # and draw the permutations of all earlier epochs: the next one is that of this epoch.
-            sampler.generator.manual_seed(sampler.seed)
-            for _ in range(epoch):
-                torch.randperm(sampler.num_samples, generator=sampler.generator)
-        super()._run_epoch(epoch=epoch, **kwargs)
-
-    def _take_rng_of_epoch(
-        self,
-        epoch: int,
-        *,
-        resume_from_checkpoint: str | None,
-        epochs_trained: int,
-        steps_trained_in_current_epoch: int,
-        **_: Any,
-    ) -> None:
-        """
-        Keep torch's random state of the beginning of an epoch, and begin a resumed one with that of its checkpoint.
-
-        A sampler without a generator of its own, as the one of `group_by_length`, draws its order from it.
-        """
-        if resume_from_checkpoint is not None and epoch == epochs_trained:
-            file = self._epoch_file(resume_from_checkpoint)
-            if steps_trained_in_current_epoch == 0:
-                # The Trainer does so next. The state is that of the end of the epoch before.
-                self._load_rng_state(resume_from_checkpoint)
-            elif file.exists():  # earlier versions did not write it
-                torch.set_rng_state(torch.load(file, weights_only=True))
-        self._rng_of_epoch = torch.get_rng_state()
-
-    def _epoch_file(self, folder: str) -> Path:
-        """The file of this process's random state at the beginning of the epoch, in a checkpoint."""
-        return Path(folder) / f"epoch_rng_{self.args.process_index}.pt"
-
-    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """The Trainer's method, which takes the steps of logs, checkpoints and evaluations from the checkpoint."""
-        place = super()._init_training_state(max_steps, *args)
-        updates_of_epoch, _, checkpoint, _ = args
-        # A user's loader may know how long a stream is. Then the Trainer counts as for other data.
-        has_no_end = not has_length(self.train_dataset) and updates_of_epoch == max_steps
-        if checkpoint is not None and has_no_end and not self.args.ignore_data_skip:
-            place = self._place_in_stream(place, checkpoint)
-        self.state.compute_steps(self.args, max_steps)
-        if self.state.global_step >= max_steps:
-            logger.warning(
-                "Nothing is left to train: the checkpoint has all %d updates. max_steps or num_train_epochs says how "
-                "many.",
-                max_steps,
-            )
-        return place
-
-    def _place_in_stream(self, place: tuple[int, int], checkpoint: str) -> tuple[int, int]:
-        """
-        The epoch, and its micro-batches that are done, where the training set has no length.
-
-        The Trainer (transformers 5.17) takes all updates for those of the first epoch. Of a stream that has begun
-        again it would leave out more rows than there are, and go on with the first ones.
-
-        Args:
-            place: The Trainer's.
-            checkpoint: The checkpoint's folder.
-        """
-        stored = json.loads(Path(checkpoint, TRAINER_STATE_NAME).read_text())
-        # In its epochs the Trainer counts `max_steps` updates, also if a stream ends before.
-        done = round(stored["epoch"] * stored["max_steps"])
-        if done == stored["global_step"]:
-            return place
-        epoch = int(stored["epoch"])
-        updates = done - epoch * stored["max_steps"]
-        return epoch, updates * self.args.gradient_accumulation_steps
 
     def _prepare_for_training(self, *args: Any) -> tuple:
         """The Trainer's method, which makes the optimizer, and in a resumed run loads its state."""

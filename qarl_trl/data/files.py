@@ -80,7 +80,7 @@ def _with_times_as_text(dataset: Dataset) -> Dataset:
         "2024-01-05 10:30:00, whatever the file has, and without the time of a midnight."
     )
     return dataset.map(
-        as_written,
+        lambda row: {name: as_written(row[name]) for name in changed},
         features=Features(features),
         desc="Reading dates",
         load_from_cache_file=False,

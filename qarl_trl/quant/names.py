@@ -15,6 +15,15 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
 
+# Entries of a config that say where a model is from, how it is stored, or what its trainer decides. What a model
+# computes does not depend on them.
+NOT_COMPUTED_BY = {
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "output_router_logits", "router_aux_loss_coef"),
+}
+
+
 def plain_name(name: str) -> str:
     """A parameter's or module's name without the part that activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")

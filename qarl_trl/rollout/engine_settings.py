@@ -11,14 +11,11 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ..quant.names import NOT_COMPUTED_BY
+
 
 # Entries of a config that no engine reads, or that it gets otherwise: dtypes, cache, names, and the end of an answer.
-NOT_READ = {
-    *("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config"),
-    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "problem_type", "id2label", "label2id"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation", "chunk_size_feed_forward"),
-    *("output_router_logits", "router_aux_loss_coef", "attention_dropout"),
-}
+NOT_READ = {*NOT_COMPUTED_BY, "_attn_implementation", "chunk_size_feed_forward", "attention_dropout"}
 
 
 def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trust_remote_code: bool) -> dict[str, Any]:

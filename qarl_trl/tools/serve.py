@@ -144,7 +144,7 @@ def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> di
     from ..rollout.scheme_support import default_engine_kwargs
     from ..rollout.vllm import adapters
     from ..rollout.vllm.start import keep_block_scales
-    from ..trainers.low_bit import quantize_policy
+    from ..trainers.policy import quantize_policy
     from ..validate import check_run, config_of, skeleton
 
     keep_block_scales()

@@ -9,7 +9,8 @@ from trl import DistillationConfig, RLOOConfig, SFTConfig
 
 from ..options import LOSS, option
 from .sampling import check_endings, check_noise, check_seed
-from .settings import SET_BY, LowBitConfig
+from .setting_checks import SET_BY
+from .settings import LowBitConfig
 
 
 @dataclass

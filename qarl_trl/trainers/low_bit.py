@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -15,39 +14,38 @@ import torch
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from trl.distributed import DistributedBackend
 
 from .. import guards
 from .._compat.construction import bind_arguments, construction, loads_by_name, streams_its_weights, trl_class
 from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
-from .._compat.sharding import fit_to_zero3, is_zero3, keep_float32, keep_gradients_sharded
+from .._compat.sharding import keep_float32, keep_gradients_sharded
 from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
 from ..checkpoints.identity import identity_of
 from ..checkpoints.resume import resume_path
 from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
-from ..cpu_exact.ops import use_engine_ops
 from ..export.sharing import SharingMixin
-from ..learner.attention import attend_from_cache
 from ..metrics.clock import StepClock, WeightFlips
 from ..metrics.columns import distinct_names
-from ..quant.convert import apply_quantization
 from ..quant.digest import with_low_bits
-from ..quant.layers.layer import check_late_adapters, forget_training, outside_training
-from ..quant.names import base_model, has_untied_head, untie
+from ..quant.layers.layer import forget_training, outside_training
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
-from ..validate import check_head, check_run
+from ..validate import check_run
 from ..validate.rollouts import shares_engine
+from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
+from .policy import quantize_policy
 from .sampling import check_end_tokens
-from .settings import LowBitConfig, check_order
+from .setting_checks import check_order
+from .settings import LowBitConfig
 
 
 logger = get_logger(__name__)
@@ -147,8 +145,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
 
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
-            add_first_callback(self, _TellStore(self.low_bit_store))
-            self.add_callback(_CheckLayers(self._check_layers_ran, lambda: forget_training(self._unwrapped)))
+            add_first_callback(self, TellStore(self.low_bit_store))
+            self.add_callback(CheckLayers(self._check_layers_ran, lambda: forget_training(self._unwrapped)))
         # Last, so that what other callbacks do at the end of a step counts in its time.
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))
@@ -191,7 +189,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
     def _prepare_inputs(self, *args: Any) -> Any:
         """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
         before = self._rollout_buffer.micro_batches
-        # `_CheckLayers` asks whether a layer trained. Forwards in here run even if the loss bypasses the layer.
+        # `CheckLayers` asks whether a layer trained. Forwards in here run even if the loss bypasses the layer.
         with outside_training(self._unwrapped):
             inputs = super()._prepare_inputs(*args)
 
@@ -278,23 +276,20 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         with self._weights_as_they_are():
             return super().evaluate(*args, **kwargs)
 
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
         """
         The Trainer's method, with the weights as they are, as in [`evaluate`]. The result has TRL's metrics, rewards
         among them, which would else be averaged into those of the next evaluation.
         """
         with self._weights_as_they_are():
-            output = super().predict(*args, **kwargs)
+            output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
         metrics = getattr(self, "_metrics", None)
         if metrics is not None:
-            prefix = (
-                inspect.signature(super().predict).bind(*args, **kwargs).arguments.get("metric_key_prefix", "test")
-            )
             for name, values in metrics["eval"].items():
                 # As TRL logs them: a reward may be NaN for a batch in which it does not apply.
                 valid = [value for value in values if not math.isnan(value)]
-                output.metrics[f"{prefix}_{name}"] = sum(valid) / len(valid) if valid else None
+                output.metrics[f"{metric_key_prefix}_{name}"] = sum(valid) / len(valid) if valid else None
             metrics["eval"].clear()
         return output
 
@@ -398,78 +393,3 @@ def _anchor_folders(args: Any) -> None:
         path = getattr(args, field, None)
         if path:
             setattr(args, field, os.path.abspath(path))
-
-
-def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:
-    """
-    Give the policy its low-bit layers, and what engine and ZeRO-3 ask of it then.
-
-    The one place where a run is quantized: right before its engine starts, which needs the scheme of the layers;
-    without an engine at the end of TRL's constructor.
-
-    Args:
-        model: The policy, with its adapter.
-        args: The config of the run, with [`LowBitConfig`].
-        plan: Which layers are quantized, and how; `None`: none.
-    """
-    # Before the engine starts, and before anything is saved: both go by the config.
-    if plan is not None and has_untied_head(model):
-        logger.warning("The model has an output layer of its own: its config now says tie_word_embeddings=False.")
-        untie(base_model(model).config)
-
-    if args.frozen:
-        # The layers were quantized while they were loaded, before the model had its adapter.
-        from ..quant.layers.frozen import align_adapters  # imports peft
-
-        align_adapters(model)
-    elif plan is not None:
-        gemm = gemm_choice(args.learner_kernel, args.quant_keep_matrices)
-        apply_quantization(model, plan, gemm=gemm, quantize_forward=args.quantize_learner)
-        check_head(model)
-
-    if is_zero3(args):
-        fit_to_zero3(base_model(model))
-    if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
-        use_engine_ops(model)
-    if args.aligned_cache is not None:  # after the choice of an attention
-        attend_from_cache(model, args.aligned_cache)
-
-
-class _TellStore(TrainerCallback):
-    """Tells the owner of the low-bit weights when master weights change."""
-
-    def __init__(self, store: LowBitStore) -> None:
-        self._store = store
-        store.will_be_told()
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        check_late_adapters(kwargs["model"])
-        self._store.forget()  # a checkpoint may have been loaded
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing
-        # asked for low-bit weights since the last step, it costs nothing.
-        self._store.weights_changed()
-        # Or to weights that nobody trains, as those that merge an adapter into its base do (ReLoRA).
-        self._store.look_at_untrained()
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._store.weights_changed()
-
-
-class _CheckLayers(TrainerCallback):
-    """Calls `forget` before the first step, and `check` after it."""
-
-    def __init__(self, check: Callable[[], None], forget: Callable[[], None]) -> None:
-        self._check: Callable[[], None] | None = check
-        self._forget = forget
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # A script may have run the model before, for a sync or an evaluation.
-        if self._check is not None:
-            self._forget()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._check is not None:
-            self._check()
-        self._check = None

@@ -4,58 +4,31 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import PretrainedConfig, TrainingArguments
-from trl.import_utils import is_vllm_available
 
 from .._compat.arguments import add_json_fields
 from ..cpu_exact.ops import unsupported
 from ..options import ENGINE, QUANTIZATION, option
 from ..quant.modifier import read_modifier
 from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
+from .setting_checks import (
+    check_choices,
+    check_engine,
+    check_fit,
+    check_one_source,
+    check_order,
+    checked_verify,
+    is_secret,
+)
 
 
 logger = get_logger(__name__)
 
-# Switches of TRL and transformers that do not work with low-bit layers, each with the reason.
-UNFIT = {
-    "fp16": "the engine computes in bfloat16 and the learner must too, so set bf16: true",
-    "bf16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
-    "fp16_full_eval": "an evaluation outside of train() would cast the float32 master weights, for good",
-    "use_transformers_continuous_batching": "it casts the master weights to bfloat16, which loses small updates",
-    "use_liger_kernel": "its kernels were not run beside low-bit layers, and those of experts replace the low-bit "
-    "forward",
-    "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of "
-    "a step",
-}
-# Arguments of `vllm.LLM` that TRL sets from its own fields, or that the trainer sets so that engine and learner agree.
-OWNED_ENGINE_ARGUMENTS = (
-    "model",
-    "load_format",
-    "dtype",
-    "hf_overrides",
-    "quantization",
-    "kv_cache_dtype",
-    "logprobs_mode",
-    "seed",
-    "max_model_len",
-    "max_num_seqs",
-    "model_impl",
-    "tensor_parallel_size",
-    "gpu_memory_utilization",
-    "enable_sleep_mode",
-    "distributed_executor_backend",
-    "trust_remote_code",
-)
-# What else compiles the model.
-SET_BY = "torch_compile_backend, torch_compile_mode and the launcher's --dynamo_backend set it, too"
-# Fields of TRL's configs that name a token of the tokenizer.
-TOKENS_OF_TEXT = ("eos_token", "pad_token")
 # Arguments of `vllm.LLM` with which the CPU engine computes as `cpu_exact` does.
 _EXACT_ENGINE = {"enforce_eager": True, "compilation_config": None}
 
@@ -287,7 +260,7 @@ class LowBitConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         # Pickled into training_args.bin beside every checkpoint, which people upload.
-        return {name: None if _is_secret(name) else value for name, value in self.__dict__.items()}
+        return {name: None if is_secret(name) else value for name, value in self.__dict__.items()}
 
     # Both would go by `__getstate__`, and a copied config would have lost its tokens.
     def __copy__(self) -> Any:
@@ -319,14 +292,14 @@ class LowBitConfig:
         if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
             raise ValueError("hub_strategy must be 'end': training checkpoints are not pushed.")
         if self.quantized:
-            _check_one_source(self)
+            check_one_source(self)
             self.quant_plan()  # refuses schemes and recipes that it cannot read
             # Not without quantization: then it is TRL's trainer, and all of its switches work.
             check_fit(self)
         if self.frozen and not (self.quantized and self.quantize_learner):
             raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
-        _check_engine(self)
-        self.verify_sync = _checked_verify(self.verify_sync)
+        check_engine(self)
+        self.verify_sync = checked_verify(self.verify_sync)
 
     def _take_precision_of_launcher(self) -> None:
         """
@@ -343,111 +316,3 @@ class LowBitConfig:
             )
             self.bf16 = self.mixed_precision == "bf16"
             self.fp16 = self.mixed_precision == "fp16"
-
-
-def _is_secret(field: str) -> bool:
-    """Whether a field holds a token that gives access to something."""
-    return field.endswith("_token") and field not in TOKENS_OF_TEXT
-
-
-def check_order(cls: type, half: type, other: type) -> None:
-    """
-    Refuse (`TypeError`) a class in which methods of transformers or TRL would run in place of the low-bit half's.
-
-    Args:
-        cls: A class that is just defined.
-        half: `LowBitMixin` or `LowBitConfig`.
-        other: The class of transformers that the other half subclasses.
-    """
-    order = cls.__mro__
-    for base in order[: order.index(half)]:
-        # A user's class may come first, if what it subclasses comes after the low-bit half.
-        is_of_library = base.__module__.partition(".")[0] in ("trl", "transformers")
-        if is_of_library and issubclass(base, other):
-            raise TypeError(
-                f"{cls.__name__} must have {half.__name__} before {base.__name__}, whose methods would run in place "
-                f"of its own: class {cls.__name__}({half.__name__}, {base.__name__})."
-            )
-
-
-def check_choices(args: Any) -> None:
-    """Refuse (`ValueError`) a value that a `Literal` field does not have: nothing else checks them in a script."""
-    hints: dict[str, Any] = {}
-    for base in type(args).__mro__:
-        if base.__module__.startswith("qarl_trl."):  # a user's class may have annotations that only exist for mypy
-            # The nearest class wins: a subclass may narrow a field of its base.
-            hints = get_type_hints(base) | hints
-
-    for name, hint in hints.items():
-        if get_origin(hint) is not Literal or not hasattr(args, name):
-            continue
-        value = getattr(args, name)
-        if value not in get_args(hint):
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
-
-
-def check_fit(args: Any) -> None:
-    """Refuse (`ValueError`) the switches in `UNFIT`, and a precision of the launcher's that no switch has."""
-    if getattr(args, "mixed_precision", "no") == "fp8":
-        raise ValueError("mixed_precision must be 'no' or 'bf16', got 'fp8' from the launcher: the scheme quantizes.")
-    for name, why in UNFIT.items():
-        if getattr(args, name, False):
-            raise ValueError(f"{name} must be False: {why}.")
-
-
-def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:
-    """
-    The fields of a dataclass that differ from their defaults, with their values.
-
-    Args:
-        args: An instance.
-        names: Only these fields, if there are any.
-    """
-    changed = {}
-    for field in fields(args):
-        if names and field.name not in names:
-            continue
-        # A field without a factory has `MISSING` there, which is not callable.
-        default = field.default_factory() if callable(field.default_factory) else field.default
-        value = getattr(args, field.name)
-        if value != default:
-            changed[field.name] = value
-    return changed
-
-
-def _check_one_source(args: Any) -> None:
-    """Refuse (`ValueError`) scheme fields beside a recipe or a checkpoint, which already says what is quantized."""
-    if args.quant_recipe is None and not args.from_checkpoint:
-        return
-
-    decides = "quant_scheme" if args.quant_recipe is None else "quant_recipe"
-    changed = list(changed_fields(args, ("quant_scheme", "quant_group_size", "quant_ignore")))
-    others = [name for name in changed if name != decides]
-    if others:
-        raise ValueError(f"{decides} decides which layers are quantized and how, so {others} must not be set.")
-
-
-def _check_engine(args: Any) -> None:
-    """Refuse an engine that is not installed (`ImportError`), and arguments for it that are not the user's to set."""
-    if args.has_engine and not is_vllm_available():
-        raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
-
-    for field in ("model_init_kwargs", "vllm_engine_kwargs"):
-        values = getattr(args, field, None) or {}
-        tokens = [key for key, value in values.items() if f"_{key}".endswith("_token") and type(value) is str]
-        if tokens:
-            raise ValueError(f"{field} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead.")
-
-    owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
-    if owned:
-        raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
-
-
-def _checked_verify(value: Any) -> str:
-    """`"off"`, `"first"` or a number: YAML reads a bare `off` as `False`, and a script may give an `int`."""
-    # Text from here on: a command line gives nothing else, and one type is enough to test.
-    text = "off" if value is False else str(value)
-    is_number = text.isdecimal() and int(text) >= 1
-    if text not in ("off", "first") and not is_number:
-        raise ValueError(f"verify_sync={value!r} must be 'off', 'first' or a number of syncs >= 1.")
-    return text

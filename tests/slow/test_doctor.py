@@ -23,7 +23,7 @@ def _measure(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]
     from qarl_trl import QaRLConfig
     from qarl_trl.tools.doctor import measure
     from qarl_trl.tools.doctor.judge import judge_mismatch
-    from qarl_trl.trainers.low_bit import quantize_policy
+    from qarl_trl.trainers.policy import quantize_policy
 
     args = QaRLConfig(**settings(Path(folder), **changes))
     prompt_ids = AutoTokenizer.from_pretrained(model)(prompts(16)["prompt"][:])["input_ids"]

@@ -9,7 +9,7 @@ from transformers import MistralConfig, Qwen3Config
 from trl import GRPOConfig
 
 from qarl_trl.trainers import LowBitConfig
-from qarl_trl.trainers.settings import UNFIT
+from qarl_trl.trainers.setting_checks import UNFIT
 
 
 VLLM = {"use_vllm": True}
@@ -83,7 +83,7 @@ def test_verify_sync_takes_what_yaml_and_command_lines_make_of_it(config, writte
 
 
 def test_vllm_must_be_installed_before_a_model_loads(config, monkeypatch):
-    monkeypatch.setattr("qarl_trl.trainers.settings.is_vllm_available", lambda: False)
+    monkeypatch.setattr("qarl_trl.trainers.setting_checks.is_vllm_available", lambda: False)
 
     with pytest.raises(ImportError, match=r"pip install 'qarl_trl\[vllm\]'.*use_vllm=False"):
         config(**VLLM)

@@ -19,7 +19,7 @@ from transformers import (
 
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.trainers.low_bit import quantize_policy
+from qarl_trl.trainers.policy import quantize_policy
 from qarl_trl.validate import check_arguments, check_run, config_of
 from qarl_trl.validate.layers import check_head, check_layers
 

@@ -173,7 +173,7 @@ def quantize_learner(model: PreTrainedModel, args: QaRLConfig) -> PreTrainedMode
         model: From [`load_policy`]; modified in place.
         args: The settings of the run.
     """
-    from ...trainers.low_bit import quantize_policy
+    from ...trainers.policy import quantize_policy
 
     quantize_policy(model, args, args.quant_plan())
     return model

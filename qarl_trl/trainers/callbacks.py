@@ -1,0 +1,51 @@
+"""What happens to low-bit weights at the steps of the Trainer, besides the training itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..quant.layers.layer import check_late_adapters
+from ..quant.store import LowBitStore
+
+
+class TellStore(TrainerCallback):
+    """Tells the owner of the low-bit weights when master weights change."""
+
+    def __init__(self, store: LowBitStore) -> None:
+        self._store = store
+        store.will_be_told()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_late_adapters(kwargs["model"])
+        self._store.forget()  # a checkpoint may have been loaded
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing
+        # asked for low-bit weights since the last step, it costs nothing.
+        self._store.weights_changed()
+        # Or to weights that nobody trains, as those that merge an adapter into its base do (ReLoRA).
+        self._store.look_at_untrained()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._store.weights_changed()
+
+
+class CheckLayers(TrainerCallback):
+    """Calls `forget` before the first step, and `check` after it."""
+
+    def __init__(self, check: Callable[[], None], forget: Callable[[], None]) -> None:
+        self._check: Callable[[], None] | None = check
+        self._forget = forget
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # A script may have run the model before, for a sync or an evaluation.
+        if self._check is not None:
+            self._forget()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._check is not None:
+            self._check()
+        self._check = None

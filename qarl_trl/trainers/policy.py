@@ -1,0 +1,55 @@
+"""Give a policy its low-bit layers: the one place where a run is quantized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.logging import get_logger
+from compressed_tensors.quantization import QuantizationConfig
+from torch import nn
+
+from .._compat.sharding import fit_to_zero3, is_zero3
+from ..cpu_exact.ops import use_engine_ops
+from ..learner.attention import attend_from_cache
+from ..quant.convert import apply_quantization
+from ..quant.names import base_model, has_untied_head, untie
+from ..rollout.engine_gemm import gemm_choice
+from ..validate import check_head
+
+
+logger = get_logger(__name__)
+
+
+def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:
+    """
+    Give the policy its low-bit layers, and what engine and ZeRO-3 ask of it then.
+
+    The one place where a run is quantized: right before its engine starts, which needs the scheme of the layers;
+    without an engine at the end of TRL's constructor.
+
+    Args:
+        model: The policy, with its adapter.
+        args: The config of the run, with [`LowBitConfig`].
+        plan: Which layers are quantized, and how; `None`: none.
+    """
+    # Before the engine starts, and before anything is saved: both go by the config.
+    if plan is not None and has_untied_head(model):
+        logger.warning("The model has an output layer of its own: its config now says tie_word_embeddings=False.")
+        untie(base_model(model).config)
+
+    if args.frozen:
+        # The layers were quantized while they were loaded, before the model had its adapter.
+        from ..quant.layers.frozen import align_adapters  # imports peft
+
+        align_adapters(model)
+    elif plan is not None:
+        gemm = gemm_choice(args.learner_kernel, args.quant_keep_matrices)
+        apply_quantization(model, plan, gemm=gemm, quantize_forward=args.quantize_learner)
+        check_head(model)
+
+    if is_zero3(args):
+        fit_to_zero3(base_model(model))
+    if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
+        use_engine_ops(model)
+    if args.aligned_cache is not None:  # after the choice of an attention
+        attend_from_cache(model, args.aligned_cache)
