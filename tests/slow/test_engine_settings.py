@@ -342,7 +342,7 @@ def test_tokens_that_were_added_in_memory_are_known_to_the_engine(tmp_path, fami
 
 def _train_with_two_matrices(model: str, folder: str, as_is: bool) -> list[float]:
     """The mismatches of a run whose checkpoint has an output layer of its own, and says that it is the embedding."""
-    from qarl_trl.trainers import low_bit
+    from qarl_trl.trainers import policy
 
     weights = stored_tensors(model)
     generator = torch.Generator().manual_seed(3)
@@ -351,7 +351,7 @@ def _train_with_two_matrices(model: str, folder: str, as_is: bool) -> list[float
     save_file(weights, Path(model) / "model.safetensors", metadata={"format": "pt"})
 
     if as_is:
-        low_bit.has_untied_head = lambda model: False
+        policy.has_untied_head = lambda model: False
     trainer = make_trainer(model, Path(folder))
     trainer.train()
     return logged(trainer, "mismatch/logp_diff_mean")
