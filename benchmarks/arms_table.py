@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "benchmarks" / "results" / "arms" / "README.md", ROOT / "docs" / "results.md")
 SHOWN_REGIMES = ("hard", "again", "hot", "easy")
 # Those of the portable regimes that have cells.
-DEPLOYED_REGIMES = ("long", "long_stale")
-USERS_REGIMES = ("hard", "hot")
+DEPLOYED_REGIMES = ("long", "long_stale", "hot_portable")
+# With the names that users read.
+USERS_REGIMES = {"hard": "hard", "hot_portable": "hot"}
 # Of the portable regimes: from, to, and how each is scored. All by transformers in float32, from the trained weights.
 COMPARED = (
     ("QaRL less rollout-only, GRPO", ("rollout-only GRPO", "rounded"), ("QaRL GRPO", "rounded")),
@@ -213,8 +214,8 @@ def users_table() -> str:
     """Accuracy of the main arms, over seeds."""
     header = ["regime", "start in 4 bits", *SHOWN_ARMS]
     rows = []
-    for regime in USERS_REGIMES:
-        row = [regime, f"{100 * starts_of(regime)['quantized']:.0f}"]
+    for regime, name in USERS_REGIMES.items():
+        row = [name, f"{100 * starts_of(regime)['quantized']:.0f}"]
         row += [mean_accuracy(read(regime, arm), "{:.0f}") for arm in SHOWN_ARMS]
         rows.append(row)
     return markdown(header, rows)
