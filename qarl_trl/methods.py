@@ -35,6 +35,9 @@ class DataArguments:
     eval_dataset_name_or_path: str | None = option(
         DATA, default=None, help="Dataset to evaluate on, for eval_strategy."
     )
+    eval_dataset_config: str | None = option(
+        DATA, default=None, help="Its configuration. Unset: that of dataset_config, if both are one dataset."
+    )
     eval_dataset_split: str = option(DATA, default="test", help="Split to evaluate on; a local file has only one.")
     dry_run: bool = option(
         DATA, default=False, help="Only check and print the settings; load nothing. qarl-trl doctor checks more."
@@ -110,7 +113,7 @@ class Method:
     config: str
     trainer: str
     trl_config: str
-    load: Callable[[Any, Any, str, str], Dataset]
+    load: Callable[[Any, Any, str, str, str | None], Dataset]
 
     @property
     def has_rewards(self) -> bool:
@@ -132,13 +135,15 @@ def _imported(path: str) -> Any:
     return getattr(import_module(f".{module}", __package__), name)
 
 
-def _load_problems(settings: QaRLScriptArguments, config: Any, name_or_path: str, split: str) -> Dataset:
+def _load_problems(
+    settings: QaRLScriptArguments, config: Any, name_or_path: str, split: str, config_name: str | None
+) -> Dataset:
     """Prompts and reference answers."""
     return load_math_dataset(
         name_or_path,
         split,
         settings.prompt_template,
-        config_name=settings.dataset_config,
+        config_name=config_name,
         problem_column=settings.problem_column,
         answer_column=settings.answer_column,
         system_prompt=settings.system_prompt,
@@ -146,18 +151,22 @@ def _load_problems(settings: QaRLScriptArguments, config: Any, name_or_path: str
     )
 
 
-def _load_rows(settings: DataArguments, config: Any, name_or_path: str, split: str) -> Dataset:
+def _load_rows(
+    settings: DataArguments, config: Any, name_or_path: str, split: str, config_name: str | None
+) -> Dataset:
     """Rows as they are: TRL reads their columns."""
-    return load_rows(name_or_path, split, settings.dataset_config)
+    return load_rows(name_or_path, split, config_name)
 
 
-def _load_prompts(settings: DistillationArguments, config: Any, name_or_path: str, split: str) -> Dataset:
+def _load_prompts(
+    settings: DistillationArguments, config: Any, name_or_path: str, split: str, config_name: str | None
+) -> Dataset:
     """Prompts and, if the run trains on them, completions."""
     return load_prompts(
         name_or_path,
         split,
         settings.prompt_template,
-        config_name=settings.dataset_config,
+        config_name=config_name,
         problem_column=settings.problem_column,
         # Without a name no completion is read, so data for rollouts need no such column.
         completion_column=settings.completion_column if config.distill_on == "answers" else None,
@@ -258,7 +267,7 @@ def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Meth
 
 def _keys_of(argv: Sequence[str]) -> set[str]:
     """The keys of a recipe, and of the options that override it."""
-    from .recipe import read_recipe
+    from .recipe_file import read_recipe
 
     keys: set[str] = set()
     for place, word in enumerate(argv):

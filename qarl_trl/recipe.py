@@ -1,7 +1,4 @@
-"""Read a recipe and a command line into the dataclasses of a run.
-
-People share recipes, so we read them as plain data: no YAML tags, no aliases, and only fields of the run.
-"""
+"""Read a recipe and a command line into the dataclasses of a run."""
 
 from __future__ import annotations
 
@@ -10,16 +7,16 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from .recipe_file import read_recipe
 from .redact import redact
 
 
@@ -46,7 +43,8 @@ class RecipeParser(HfArgumentParser):
 
     def __init__(self, groups: Iterable[type]) -> None:
         super().__init__(groups, add_help=False, allow_abbrev=False)
-        self.add_argument("--config")
+        # A list, to refuse a second one, in place of which argparse would forget the first.
+        self.add_argument("--config", action="append")
 
         # argparse would take -1e-5 for the name of an option.
         self._negative_number_matcher = re.compile(r"-\.?\d")
@@ -89,14 +87,16 @@ class RecipeParser(HfArgumentParser):
         """
         words, nulls = self._without_nulls(argv)
         options = self._parse(words) | nulls
-        config = options.pop("config", None)
-        if not config:
+        recipes = options.pop("config", [])
+        if len(recipes) > 1:
+            raise ValueError(f"--config must be there once, got {', '.join(recipes)}: name one in the other's base:.")
+        if not recipes or not recipes[0]:
             return options
-        return self.convert(read_recipe(Path(config))) | options
+        return self.convert(read_recipe(Path(recipes[0]))) | options
 
     def convert(self, recipe: Mapping[str, Any]) -> dict[str, Any]:
         """
-        Convert the values of a recipe to the types of their fields: `1e-5`, which is text for YAML, becomes a number.
+        Convert the values of a recipe to the types of their fields: `1e-5`, which is text here, becomes a number.
 
         Args:
             recipe: The content of a recipe, from [`read_recipe`].
@@ -229,96 +229,6 @@ class RecipeParser(HfArgumentParser):
             reasons = dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in error.errors())
             shown = "null" if value is None else repr(redact(value, name))
             raise ValueError(f"{name} must be {', or '.join(reasons)}, got {shown}.") from None
-
-
-def read_recipe(recipe: Path) -> dict[str, Any]:
-    """
-    Read a recipe, merged over the one that its `base:` names.
-
-    Args:
-        recipe: A YAML file. Its `base:` is relative to its folder.
-
-    Returns:
-        By key: the text of a value, as a command line would have it, or a list, a mapping or `None`.
-
-    Raises:
-        ValueError: if a file is no mapping of plain YAML, or the base has a base of its own.
-    """
-    content = _load(recipe)
-    if "base" not in content:
-        return content
-
-    path = recipe.parent / str(content.pop("base"))
-    base = _load(path)
-    if "base" in base:
-        raise ValueError(f"base of {recipe}: {path} must be a whole recipe, without a base of its own.")
-    return base | content
-
-
-def _load(recipe: Path) -> dict[str, Any]:
-    """The content of one file."""
-    # A device such as /dev/zero has no end.
-    if recipe.exists() and not recipe.is_file():
-        raise ValueError(f"--config {recipe} must be a file, got a folder or a device.")
-    try:
-        text = recipe.read_text()
-        _check_plain(recipe, text)
-        content = yaml.safe_load(text)
-        # The same with each scalar as it is written. YAML reads the text `off` as False, and 1e-5 as text.
-        written = yaml.load(text, Loader=yaml.BaseLoader)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--config {recipe} must be text, got other bytes: {error}.") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {recipe} must be YAML, got {_problem(error)}.") from None
-
-    if not isinstance(content, dict):
-        raise ValueError(f"--config {recipe} must be a mapping of keys to values, got {type(content).__name__}.")
-
-    values: dict[str, Any] = {}
-    for (name, as_written), value in zip(written.items(), content.values(), strict=True):
-        is_text = isinstance(as_written, str) and value is not None
-        values[name] = as_written if is_text else value
-    return values
-
-
-def _check_plain(recipe: Path, text: str) -> None:
-    """Refuse aliases and tags."""
-    for event in yaml.parse(text, yaml.SafeLoader):
-        if isinstance(event, yaml.AliasEvent):
-            # A few hundred nested aliases would take minutes.
-            raise ValueError(f"--config {recipe} must have no aliases (*name): a recipe is flat.")
-        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.style is None:
-            raise ValueError(f"--config {recipe} must have no merges (<<): a recipe is flat. Use base:.")
-        if getattr(event, "tag", None) is not None:
-            raise ValueError(f"--config {recipe} must have no tags (!name), got {event.tag}: a recipe is data.")
-
-    for key in _repeated_keys(yaml.compose(text, yaml.SafeLoader)):
-        # YAML would take the last value.
-        raise ValueError(f"--config {recipe} must have each key once, got {key} twice.")
-
-
-def _repeated_keys(node: yaml.Node | None) -> Iterator[str]:
-    """The keys that a mapping has more than once, also inside of others."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _repeated_keys(item)
-    if not isinstance(node, yaml.MappingNode):
-        return
-
-    seen = set()
-    for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value in seen:
-            yield key.value
-        seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        yield from _repeated_keys(value)
-
-
-def _problem(error: yaml.YAMLError) -> str:
-    """What a YAML file has wrong, and where; without the line itself, which may hold a token."""
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return "characters that are not allowed"
-    return f"an error in line {mark.line + 1}: {error.problem}"
 
 
 def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:

@@ -49,6 +49,10 @@ _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 # \boxed{18.}, where the sentence ends in the box.
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
 _FINAL_ANSWER = "final answer is"
+_END_OF_THOUGHTS = "</think>"
+_ANNOUNCED = re.compile(r"\banswer\s*(?:is|:|=)", re.IGNORECASE)
+# The last line of GSM8K's solutions. A heading, such as "#### 2. Add", is none.
+_LAST_LINE_OF_GSM8K = re.compile(r"(?:\A|\n)####[ \t]*(-?\$?[\d,]*\.?\d+%?)\s*\Z")
 # What sets words in a formula, and spaces of LaTeX.
 _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
@@ -118,9 +122,10 @@ def math_reward(
     r"""
     Reward 1.0 for a completion whose final answer equals the reference, else 0.0, judged by math-verify.
 
-    The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42"). A bare
-    number somewhere in the text does not count. Boxes close to each other count as one answer of several parts, so two
-    guesses do not pay.
+    The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42", or a last
+    line `#### 42`, as GSM8K's solutions have it). A bare number somewhere in the text does not count. Boxes close to
+    each other count as one answer of several parts, so two guesses do not pay. What stands before `</think>` counts
+    only if no answer follows it.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])
@@ -244,6 +249,8 @@ def _grade(completion: str, reference: str) -> float | None:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
+    completion = _with_last_line_in_box(_without_thoughts(completion))
+
     # math-verify subtracts: 2024-01-05 would be 2018.
     if _DATE.fullmatch(reference.strip()):
         return float(_last_date(completion) == reference.strip())
@@ -269,6 +276,21 @@ def _grade(completion: str, reference: str) -> float | None:
             if is_equal and not _are_different_tiny_numbers(expected, answer):
                 return 1.0
     return 0.0
+
+
+def _without_thoughts(completion: str) -> str:
+    """What follows the thoughts of a reasoning model, if it has an answer; else all of it."""
+    _, _, rest = completion.rpartition(_END_OF_THOUGHTS)
+    has_answer = last_box(rest) or _ANNOUNCED.search(rest) or _LAST_LINE_OF_GSM8K.search(rest)
+    return rest if has_answer else completion
+
+
+def _with_last_line_in_box(completion: str) -> str:
+    """The number of a last line `#### 42` in a box, if the completion has none; else the completion as it is."""
+    line = _LAST_LINE_OF_GSM8K.search(completion)
+    if line is None or last_box(completion):
+        return completion
+    return rf"\boxed{{{line[1]}}}"
 
 
 def _last_date(completion: str) -> str | None:

@@ -265,10 +265,16 @@ def load_datasets(
         For RL with the columns `prompt` and `answer`.
     """
     load = partial(method.load, script_args, training_args)
-    train_dataset = load(script_args.dataset_name_or_path, script_args.dataset_split)
+    train_dataset = load(script_args.dataset_name_or_path, script_args.dataset_split, script_args.dataset_config)
     if not with_eval:
         return train_dataset, None
-    return train_dataset, load(script_args.eval_dataset_name_or_path, script_args.eval_dataset_split)
+
+    eval_name = script_args.eval_dataset_name_or_path
+    eval_config = script_args.eval_dataset_config
+    # Another dataset has other configurations, and the Hub refuses a name that it does not know.
+    if eval_config is None and eval_name == script_args.dataset_name_or_path:
+        eval_config = script_args.dataset_config
+    return train_dataset, load(eval_name, script_args.eval_dataset_split, eval_config)
 
 
 def sft(argv: Sequence[str]) -> Callable[[], None] | None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from qarl_trl import QaRLConfig, cli
 from qarl_trl.quant.modifier import read_modifier
-from qarl_trl.recipe import read_recipe
+from qarl_trl.recipe_file import read_recipe
 from qarl_trl.redact import HIDDEN, redact
 from qarl_trl.train import parse
 from qarl_trl.validate import check_run

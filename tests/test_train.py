@@ -17,7 +17,8 @@ from lines import additions, command_line, write_rows
 from qarl_trl import cli, train
 from qarl_trl.checkpoints.folder import commit
 from qarl_trl.methods import METHODS, groups_of
-from qarl_trl.recipe import RecipeParser, read_recipe
+from qarl_trl.recipe import RecipeParser
+from qarl_trl.recipe_file import read_recipe
 from qarl_trl.rewards import load_rewards
 from qarl_trl.train import parse
 

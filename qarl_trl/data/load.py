@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 # and a whole solution in `target`.
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "solution", "target")
+# A line break as programs write it. What LaTeX writes with these two characters, such as \neq and \nabla, is left.
+_WRITTEN_BREAK = re.compile(r"\\n(?!(?:abla|eq?|eg|ot|otin|u|i|mid|leq|geq|earrow|warrow|exists|parallel)(?![a-z]))")
 # Above it not every whole number is a float.
 _LARGEST_WHOLE = 2.0**53
 
@@ -51,13 +54,16 @@ def load_math_dataset(
         answer_column: The column of the answers, by default the first of `ANSWER_COLUMNS` that exists.
         system_prompt: The system message; it replaces one in the data.
         conversational: Whether prompts are chat messages, or text.
-        max_samples: Read at most so many rows.
+        max_samples: Read at most so many rows; `None`: all.
 
     Raises:
         FileNotFoundError: if the file is missing.
-        ValueError: if a column is missing, the template has no `{problem}`, or no row has a prompt and an answer.
+        ValueError: if a column is missing, the template has no `{problem}`, `max_samples` is below 1, or no row has a
+            prompt and an answer.
     """
     _check_prompt_settings(prompt_template, system_prompt, conversational)
+    if max_samples is not None and max_samples < 1:
+        raise ValueError(f"max_samples must be at least 1, or None for all rows, got {max_samples}.")
 
     # Nested columns get dotted names.
     dataset = load_rows(name_or_path, split, config_name).flatten()
@@ -214,6 +220,13 @@ def _check_prompt_settings(prompt_template: str | None, system_prompt: str | Non
         raise ValueError(f"prompt_template={prompt_template!r} must have {SLOT} where the problem belongs.")
     if system_prompt is not None and not conversational:
         raise ValueError("system_prompt needs conversational=True. For plain text put it into prompt_template.")
+
+    for name, text in {"prompt_template": prompt_template, "system_prompt": system_prompt}.items():
+        if text is not None and _WRITTEN_BREAK.search(text):
+            logger.warning(
+                f"{name}={text!r} has a backslash and an n, which every prompt then has. For a line break write the "
+                "text in double quotes in YAML, or in $'...' in a shell."
+            )
 
 
 def _features(conversational: bool, columns: Sequence[str]) -> Features:
