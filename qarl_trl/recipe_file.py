@@ -86,9 +86,7 @@ def _check_plain(recipe: Path, text: str) -> None:
 
     content = yaml.compose(text, _Loader)
     for key in _switches_as_keys(content):
-        raise ValueError(
-            f"--config {recipe} must have text as keys, and {key} is none in YAML: put it into quotes."
-        )
+        raise ValueError(f"--config {recipe} must have text as keys, and {key} is none in YAML: put it into quotes.")
     for key in _repeated_keys(content):
         # YAML would take the last value.
         raise ValueError(f"--config {recipe} must have each key once, got {key} twice.")

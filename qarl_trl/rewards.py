@@ -122,10 +122,10 @@ def math_reward(
     r"""
     Reward 1.0 for a completion whose final answer equals the reference, else 0.0, judged by math-verify.
 
-    The answer is the last `\boxed{...}`, else the last expression announced as the answer ("the answer is 42", or a last
-    line `#### 42`, as GSM8K's solutions have it). A bare number somewhere in the text does not count. Boxes close to
-    each other count as one answer of several parts, so two guesses do not pay. What stands before `</think>` counts
-    only if no answer follows it.
+    The answer is the last `\boxed{...}`, else the last line `#### 42`, as GSM8K's solutions have it, else the last
+    expression announced as the answer ("the answer is 42"). A bare number somewhere in the text does not count. Boxes
+    close to each other count as one answer of several parts, so two guesses do not pay. What stands before `</think>`
+    counts only if no answer follows it.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])

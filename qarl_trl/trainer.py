@@ -229,6 +229,12 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
     def _loss_of(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of [`_compute_loss`], whose forward is noted."""
         if self._tbpo:
+            shape = tuple(inputs["advantages"].shape)
+            if len(shape) != 1:
+                raise ValueError(
+                    f"With loss_type='tbpo' advantages must be one number a completion, got the shape {shape}. For "
+                    "advantages of tokens set another loss_type, such as 'dapo'."
+                )
             other_terms, logps, entropies = self._terms_beside_the_policy_loss(model, inputs)
             policy_loss = self._tbpo_loss(logps, entropies, inputs)
             # As TRL divides its terms: the Trainer sums the gradients of the micro-batches. Evaluations accumulate

@@ -191,6 +191,36 @@ def test_single_file_is_whatever_split_is_asked_for(write):
     assert load_math_dataset(path, max_samples=2)["answer"] == ["0", "1"]
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_rows_at_all_are_refused(write, number):
+    # -1 means all elsewhere.
+    path = write([{"problem": "1+1?", "answer": "2"}])
+
+    with pytest.raises(ValueError, match=f"max_samples must be at least 1, or None for all rows, got {number}"):
+        load_math_dataset(path, max_samples=number)
+
+
+@pytest.mark.parametrize(
+    ("template", "is_said"),
+    [
+        (r"{problem}\n\nAnswer:", True),
+        (r"{problem}\nthe answer", True),
+        ("{problem}\n\nAnswer:", False),
+        # Commands of LaTeX.
+        (r"{problem} with $x \neq 0$", False),
+        (r"$\nabla f$ of {problem}, $\nu \notin A$, $\ne 1$", False),
+        (BOXED, False),
+    ],
+)
+def test_a_line_break_that_yaml_did_not_read_is_said(write, caplog, template, is_said):
+    path = write([{"problem": "1+1?", "answer": "2"}])
+
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
+        load_math_dataset(path, prompt_template=template)
+
+    assert ("a backslash and an n" in caplog.text) == is_said
+
+
 def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
     rows = []
     for problem, answer in [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3")]:

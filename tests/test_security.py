@@ -129,6 +129,28 @@ def test_a_recipe_that_merges_is_refused(tmp_path):
     assert read_recipe(recipe) == {"a": "<<"}
 
 
+@pytest.mark.parametrize("text", ["a: {on: 1}\n", "a: [{no: 1}]\n", "on: 1\n", "a: {~: 1}\n"])
+def test_a_recipe_whose_keys_yaml_takes_for_switches_is_refused(tmp_path, text):
+    """YAML would make the keys true, false or null of them."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+
+    with pytest.raises(ValueError, match=r"must have text as keys, and (on|no|~) is none"):
+        read_recipe(recipe)
+
+    # Control: in quotes. Numbers, such as the token ids of a `logit_bias`, may be keys.
+    recipe.write_text('a: {"on": 1, 7: 1}\n')
+    assert read_recipe(recipe) == {"a": {"on": 1, 7: 1}}
+
+
+def test_numbers_within_a_mapping_are_numbers_and_texts_stay_texts(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('a: {min_lr: 1e-7, x: -2E+3, y: .5e1, text: "1e-7", name: 1e-7b, rates: [1e-7]}\n')
+
+    numbers = {"min_lr": 1e-7, "x": -2000.0, "y": 5.0, "text": "1e-7", "name": "1e-7b", "rates": [1e-7]}
+    assert read_recipe(recipe)["a"] == numbers
+
+
 @pytest.mark.parametrize("base", ["/dev/zero", "."])
 def test_a_base_without_an_end_is_refused(tmp_path, base):
     recipe = tmp_path / "recipe.yaml"

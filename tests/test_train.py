@@ -14,7 +14,7 @@ import yaml
 from conftest import make_model, make_tokenizer
 from lines import additions, command_line, write_rows
 
-from qarl_trl import cli, train
+from qarl_trl import cli, methods, train
 from qarl_trl.checkpoints.folder import commit
 from qarl_trl.methods import METHODS, groups_of
 from qarl_trl.recipe import RecipeParser
@@ -64,6 +64,45 @@ def test_recipe_fills_three_groups_and_the_command_line_wins(base, tmp_path):
     assert model_args.lora_r == 4
     # Control: without the option the recipe's value counts.
     assert parse([f"--config={recipe}", *base])[1].learning_rate == 1e-5
+
+
+def test_a_second_recipe_is_refused(base, tmp_path):
+    # The last one would count, and a user may mean both.
+    first = tmp_path / "first.yaml"
+    second = tmp_path / "second.yaml"
+    first.write_text("learning_rate: 1e-5\n")
+    second.write_text("lora_r: 4\n")
+
+    with pytest.raises(ValueError, match=r"--config must be there once, got .*first.yaml, .*second.yaml.* base:"):
+        parse(["--config", str(first), "--config", str(second), *base])
+
+
+def test_numbers_of_a_schedule_are_numbers(base, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e-7}\n")
+
+    _, training_args, _ = parse(["--config", str(recipe), *base])
+
+    assert training_args.lr_scheduler_kwargs == {"min_lr": 1e-7}
+
+
+@pytest.mark.parametrize(
+    ("eval_name", "eval_config", "expected"),
+    [("org/train", None, "main"), ("org/other", None, None), ("org/other", "hard", "hard"), ("org/train", "x", "x")],
+)
+def test_an_evaluation_set_has_the_configuration_of_its_own_dataset(monkeypatch, eval_name, eval_config, expected):
+    loaded = []
+    monkeypatch.setattr(methods, "load_rows", lambda *which: loaded.append(which))
+    settings = methods.DataArguments(
+        dataset_name_or_path="org/train",
+        dataset_config="main",
+        eval_dataset_name_or_path=eval_name,
+        eval_dataset_config=eval_config,
+    )
+
+    train.load_datasets(settings, with_eval=True, method=methods.SFT)
+
+    assert loaded == [("org/train", "train", "main"), (eval_name, "test", expected)]
 
 
 @pytest.mark.parametrize(

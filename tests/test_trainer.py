@@ -406,6 +406,46 @@ def test_the_tags_are_those_of_the_loss_or_of_a_subclass(dense_model, tmp_path):
     assert set(tags_of(Tagged, "tbpo")) == {"trl", "mine"}
 
 
+class OfTokens:
+    """A subclass that gives each token an advantage of its own, as TRL's losses allow: less, the later it comes."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        later = torch.arange(output["completion_mask"].shape[1])
+        return output | {"advantages": output["advantages"].unsqueeze(1) * 0.5**later}
+
+
+class StockOfTokens(OfTokens, GRPOTrainer):
+    """TRL's trainer, with them."""
+
+
+class QaRLOfTokens(OfTokens, QaRLTrainer):
+    """Ours, with them."""
+
+
+def test_advantages_of_tokens_train_as_in_trl(dense_model, tmp_path):
+    args = stock_config(tmp_path / "a", loss_type="dapo")
+    stock = train(StockOfTokens(dense_model, distinct_characters, args, train_dataset=prompts()))
+
+    args = QaRLConfig(**without_engine(tmp_path / "b", loss_type="dapo", **OFF))
+    ours = QaRLOfTokens(dense_model, distinct_characters, args, train_dataset=prompts())
+    assert train(ours) == stock
+    # The metrics go by the mean of each completion, some of which are below 0.
+    assert ours.state.log_history[0]["ratio/neg_q50"] == 1
+
+    # Control: one advantage for a completion.
+    assert train(make(dense_model, tmp_path / "c", loss_type="dapo", **OFF)) != stock
+
+
+def test_advantages_of_tokens_are_refused_by_tbpo(dense_model, tmp_path):
+    # As many completions as tokens: the shapes would fit, and the numbers would not.
+    args = QaRLConfig(**without_engine(tmp_path, max_completion_length=4))
+    trainer = QaRLOfTokens(dense_model, distinct_characters, args, train_dataset=prompts())
+
+    with pytest.raises(ValueError, match=r"must be one number a completion, got the shape \(4, 4\)"):
+        trainer.train()
+
+
 # With the scheme off: TRL's trainer ---------------------------------------------------------------------------------
 
 

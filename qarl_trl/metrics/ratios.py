@@ -50,12 +50,20 @@ def measure_ratios(
     """
     # TRL leaves them out where no update comes between rollout and loss.
     old_logps = batch.get("old_per_token_logps", logps)
-    columns = completion_columns(logps, old_logps, loss_mask(batch), batch["advantages"], errors)
+    mask = loss_mask(batch)
+    columns = completion_columns(logps, old_logps, mask, _of_completions(batch["advantages"], mask), errors)
     metrics = ratio_metrics(gather_columns(columns, gather), band, prefix)
 
     if fresh:
         _warn_unless_one(metrics["ratio/min"], metrics["ratio/max"])
     return metrics
+
+
+def _of_completions(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Advantages `(B,)` as they are, and of those of tokens `(B, T)`, which a subclass may give to TRL, the means."""
+    if advantages.dim() == 1:
+        return advantages
+    return (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 def _warn_unless_one(smallest: float, largest: float) -> None:

@@ -34,7 +34,9 @@ class MeasuredMixin:
     def _choose_endings(self) -> None:
         """Take the run's stop strings and tokens; at the end of the constructor."""
         generation_kwargs = self.args.generation_kwargs if self.args.use_vllm else None
-        self._endings = Endings(generation_kwargs, partial(self._tokenizer.decode, skip_special_tokens=True))
+        # As the engine decodes, which looks for stop strings in its text.
+        skips = (generation_kwargs or {}).get("skip_special_tokens", True)
+        self._endings = Endings(generation_kwargs, partial(self._tokenizer.decode, skip_special_tokens=skips))
 
     # Of a rollout batch ----------------------------------------------------------------------------------------------
 

@@ -284,6 +284,13 @@ class LowBitConfig:
         self._take_precision_of_launcher()
 
         check_choices(self)
+        if self.save_strategy == "best":  # which needs the metric below
+            raise ValueError(
+                "save_strategy must be 'steps', 'epoch' or 'no', got 'best': the last checkpoints are kept. Score the "
+                "low_bit/ of each with qarl-trl eval."
+            )
+        if self.lr_scheduler_type == "reduce_lr_on_plateau":  # for which transformers sets the metric below
+            raise ValueError("lr_scheduler_type must be a schedule by steps, got 'reduce_lr_on_plateau'.")
         if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
             raise ValueError(
                 "metric_for_best_model and load_best_model_at_end must be off: the last ones are kept. In place of "

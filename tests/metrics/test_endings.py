@@ -1,5 +1,7 @@
 """`qarl_trl.metrics.endings`: answers that ended on a stop string are not cut off."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from slow.toys import make_tokenizer
@@ -7,6 +9,7 @@ from slow.toys import make_tokenizer
 from qarl_trl import QaRLConfig
 from qarl_trl.metrics.endings import Endings, ending_metrics
 from qarl_trl.trainers.configs import LowBitRLOOConfig
+from qarl_trl.trainers.measured import MeasuredMixin
 
 
 # Tokens of one and of two characters, so that a string may end inside of one, and a token without any text.
@@ -66,6 +69,21 @@ def test_answers_that_end_there_cannot_be_masked_as_cut_off(tmp_path, stop, conf
     # Controls: each of the two alone, beside another setting of the engine.
     config_class(**settings, generation_kwargs=stop)
     config_class(**settings, mask_truncated_completions=True, generation_kwargs={"max_tokens": 8})
+
+
+@pytest.mark.parametrize(("skips", "ended"), [(None, False), (True, False), (False, True)])
+def test_a_special_token_is_a_stop_string_where_the_engine_writes_it(skips, ended):
+    tokenizer = make_tokenizer()
+    settings = {"stop": [tokenizer.eos_token]}
+    if skips is not None:
+        settings["skip_special_tokens"] = skips
+    trainer = MeasuredMixin()
+    trainer.args = SimpleNamespace(use_vllm=True, generation_kwargs=settings)
+    trainer._tokenizer = tokenizer
+
+    trainer._choose_endings()
+
+    assert trainer._endings.ended([*tokenizer("1+1")["input_ids"], tokenizer.eos_token_id]) is ended
 
 
 def test_the_decoder_of_a_tokenizer_makes_the_text_of_the_engine():

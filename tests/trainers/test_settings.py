@@ -57,6 +57,8 @@ def test_half_a_config_is_refused():
             {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
             "metric_for_best_model",
         ),
+        ({"save_strategy": "best", "eval_strategy": "steps"}, "save_strategy must be 'steps', 'epoch' or 'no'"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "lr_scheduler_type must be"),
         *(({"verify_sync": value}, "verify_sync") for value in ("always", 0, "-1", True, 1.5)),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
