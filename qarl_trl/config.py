@@ -43,6 +43,8 @@ HARMLESS_SAMPLING = (
     "ignore_eos",
     "max_tokens",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
 )
 NEUTRAL_SAMPLING = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
 # Of parameters that are no fields of TRL's.

@@ -106,6 +106,7 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         # vLLM's own defaults, and what a text without stop strings is made of.
         VLLM | {"generation_kwargs": {"frequency_penalty": 0.0, "presence_penalty": 0.0, "min_tokens": 0, "n": 1}},
         VLLM | {"generation_kwargs": {"stop": ["\n"], "skip_special_tokens": False}},
+        VLLM | {"generation_kwargs": {"detokenize": False, "spaces_between_special_tokens": False}},
         VLLM | {"temperature": 0.7, "generation_kwargs": {"temperature": 0.7}},
         # No weight, no bias.
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},

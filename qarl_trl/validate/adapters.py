@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,11 @@ def check_adapter(config: Any, args: RunSettings) -> None:
 
     check_versions("peft")
     check_lora_config(config)
+
+    # peft reads a text as one regular expression, in which no module's name has a space, and says so after the load.
+    modules = config.target_modules
+    if isinstance(modules, str) and re.search(r"\s", modules):
+        raise ValueError(f"target_modules must be a list of names, or a regular expression, got {modules!r}.")
 
     if args.frozen:
         _check_served(config)

@@ -50,6 +50,8 @@ def test_plain_lora_is_accepted_also_from_a_file(tmp_path, changes):
         ({"fan_in_fan_out": True}, ["fan_in_fan_out=True"]),
         ({"layer_replication": [(0, 2), (1, 2)]}, ["layer_replication"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights='pissa'"]),
+        # A list, as people write it in a recipe.
+        ({"target_modules": "q_proj, v_proj"}, ["target_modules must be a list", "'q_proj, v_proj'"]),
         # Two causes get the advice for both.
         ({"use_dora": True, "lora_dropout": 0.1}, ["use_dora=True", "Leave use_dora out. Set lora_dropout: 0.0"]),
         # peft makes a set of them for a mixture. So many that its own order, another in each process, would show.
