@@ -52,7 +52,7 @@ _FINAL_ANSWER = "final answer is"
 _END_OF_THOUGHTS = "</think>"
 _ANNOUNCED = re.compile(r"\banswer\s*(?:is|:|=)", re.IGNORECASE)
 # The last line of GSM8K's solutions. A heading, such as "#### 2. Add", is none.
-_LAST_LINE_OF_GSM8K = re.compile(r"(?:\A|\n)####[ \t]*(-?\$?[\d,]*\.?\d+%?)\s*\Z")
+_LAST_LINE_OF_GSM8K = re.compile(r"(?:\A|\n)####[ \t]*(-?\$?[\d,.]*\d%?)\s*\Z")
 # What sets words in a formula, and spaces of LaTeX.
 _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")

@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     options.pass_at = options.pass_at or [options.k]
     if not all(1 <= k <= options.k for k in options.pass_at):
         raise ValueError(f"--pass_at must be between 1 and --k {options.k}, got {options.pass_at}.")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {options.limit}; without it all problems count.")
     if "max_model_len" in options.engine_kwargs:
         raise ValueError(
             "--engine_kwargs must not set max_model_len: it is the longest prompt and --max_new_tokens together."

@@ -86,6 +86,7 @@ def stopped(capsys, *argv):
     [
         # vLLM's words.
         (["--k", "4", "--temperature", "0"], "greedy"),
+        (["--limit", "-1"], "--limit must be at least 1, got -1; without it all problems count"),
         (["--pass_at", "1", "8"], "--pass_at"),
         (["--engine_kwargs", "[1]"], "--engine_kwargs"),
         (["--engine_kwargs", '{"max_model_len": 64}'], "--engine_kwargs must not set max_model_len"),
