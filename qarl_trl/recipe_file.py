@@ -93,7 +93,7 @@ def _check_plain(recipe: Path, text: str) -> None:
 
 
 def _switches_as_keys(node: yaml.Node | None) -> Iterator[str]:
-    """The keys within others that YAML reads as true, false or null, such as `on`, as they are written."""
+    """The keys that YAML reads as true, false or null, such as `on`, as they are written; also inside of others."""
     for child in _children(node):
         yield from _switches_as_keys(child)
     if not isinstance(node, yaml.MappingNode):
