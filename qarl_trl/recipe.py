@@ -190,10 +190,7 @@ class RecipeParser(HfArgumentParser):
 
         values = vars(namespace)
         for name, value in values.items():
-            if isinstance(value, list | tuple):
-                for item in value:
-                    _check_finite(name, item)
-            elif name in self._fields:
+            if name in self._fields:
                 _check_finite(name, value)
                 _check_sign(self._fields[name], value)
         return values
@@ -213,6 +210,7 @@ class RecipeParser(HfArgumentParser):
 
     def _checked(self, name: str, value: Any) -> Any:
         """Check a list, a mapping or null, which argparse cannot convert, by the type of the field."""
+        _check_finite(name, value)
         # transformers has defaults of None in fields whose type does not allow it.
         if value is None and self._fields[name].default is None:
             return None
@@ -254,7 +252,15 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
 
 
 def _check_finite(name: str, value: Any) -> None:
-    """Refuse NaN and infinity."""
+    """Refuse NaN and infinity, also within lists and mappings."""
+    items: Iterable[Any] = ()
+    if isinstance(value, list | tuple):
+        items = value
+    if isinstance(value, dict):
+        items = value.values()
+    for item in items:
+        _check_finite(name, item)
+
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value}.")
 

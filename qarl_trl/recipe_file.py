@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 
-# What YAML makes of `on`, `no`, `~`.
-_NO_TEXT = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null")
+_TEXT = "tag:yaml.org,2002:str"
+# A token id, as a `logit_bias` has it. Of other numbers YAML takes several for one key: 1 and 01, 1e1 and 10.0.
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]*")
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,23 +86,23 @@ def _check_plain(recipe: Path, text: str) -> None:
             raise ValueError(f"--config {recipe} must have no tags (!name), got {event.tag}: a recipe is data.")
 
     content = yaml.compose(text, _Loader)
-    for key in _switches_as_keys(content):
-        raise ValueError(f"--config {recipe} must have text as keys, and {key} is none in YAML: put it into quotes.")
+    for key in _keys_without_text(content):
+        raise ValueError(f"--config {recipe} must have text as keys, and {key!r} is none in YAML: put it into quotes.")
     for key in _repeated_keys(content):
         # YAML would take the last value.
         raise ValueError(f"--config {recipe} must have each key once, got {key} twice.")
 
 
-def _switches_as_keys(node: yaml.Node | None) -> Iterator[str]:
+def _keys_without_text(node: yaml.Node | None) -> Iterator[str]:
     """The keys that YAML reads as true, false or null, such as `on`, as they are written; also inside of others."""
     for child in _children(node):
-        yield from _switches_as_keys(child)
+        yield from _keys_without_text(child)
     if not isinstance(node, yaml.MappingNode):
         return
 
     for key, _ in node.value:
-        if key.tag in _NO_TEXT:
-            yield key.value
+        if key.tag != _TEXT and not _WHOLE_NUMBER.fullmatch(str(key.value)):
+            yield str(key.value)
 
 
 def _repeated_keys(node: yaml.Node | None) -> Iterator[str]:

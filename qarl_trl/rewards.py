@@ -50,9 +50,8 @@ _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
 _FINAL_ANSWER = "final answer is"
 _END_OF_THOUGHTS = "</think>"
-_ANNOUNCED = re.compile(r"\banswer\s*(?:is|:|=)", re.IGNORECASE)
 # The last line of GSM8K's solutions. A heading, such as "#### 2. Add", is none.
-_LAST_LINE_OF_GSM8K = re.compile(r"(?:\A|\n)####[ \t]*(-?\$?[\d,.]*\d%?)\s*\Z")
+_LAST_LINE_OF_GSM8K = re.compile(r"(?:\A|\n)####[ \t]*([-\N{MINUS SIGN}]?\$?[-\N{MINUS SIGN}]?[\d,.]*\d%?)\.?\s*\Z")
 # What sets words in a formula, and spaces of LaTeX.
 _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
@@ -247,21 +246,36 @@ def _grade(completion: str, reference: str) -> float | None:
     """The comparison itself, in the other process."""
     # Garbage is normal here.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from math_verify import verify
 
-    completion = _with_last_line_in_box(_without_thoughts(completion))
+    _, has_thoughts, rest = completion.rpartition(_END_OF_THOUGHTS)
 
     # math-verify subtracts: 2024-01-05 would be 2018.
     if _DATE.fullmatch(reference.strip()):
-        return float(_last_date(completion) == reference.strip())
+        return float((_last_date(rest) or _last_date(completion)) == reference.strip())
 
     gold = _parse_reference(reference)
     if not gold:
         return None
+
+    rest = _with_last_line_in_box(rest)
+    if not has_thoughts or last_box(rest) or _announced_in(rest):
+        completion = rest
     # math-verify tells words in a formula from the same words out of it: \text{not enough} from "not enough".
     words = _boxed_words(completion)
     if words and words == (_boxed_words(reference) if last_box(reference) else _plain(reference)):
         return 1.0
+
+    for expected, answer in product(gold, _announced_in(completion)):
+        is_equal = verify(expected, answer, timeout_seconds=_ALARM_S)
+        if is_equal and not _are_different_tiny_numbers(expected, answer):
+            return 1.0
+    return 0.0
+
+
+def _announced_in(completion: str) -> list:
+    """The expressions that a completion has in a box or announces as its answer, of all its readings."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     announced = [
         LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
@@ -269,28 +283,18 @@ def _grade(completion: str, reference: str) -> float | None:
     ]
     # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
     plain = _EMPHASIS.sub(r"\2", completion)
+    expressions = []
     for text in _readings(_with_parts_in_one_box(plain)):
-        answers = parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
-        for expected, answer in product(gold, answers):
-            is_equal = verify(expected, answer, timeout_seconds=_ALARM_S)
-            if is_equal and not _are_different_tiny_numbers(expected, answer):
-                return 1.0
-    return 0.0
-
-
-def _without_thoughts(completion: str) -> str:
-    """What follows the thoughts of a reasoning model, if it has an answer; else all of it."""
-    _, _, rest = completion.rpartition(_END_OF_THOUGHTS)
-    has_answer = last_box(rest) or _ANNOUNCED.search(rest) or _LAST_LINE_OF_GSM8K.search(rest)
-    return rest if has_answer else completion
+        expressions += parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
+    return expressions
 
 
 def _with_last_line_in_box(completion: str) -> str:
     """The number of a last line `#### 42` in a box, if the completion has none; else the completion as it is."""
-    line = _LAST_LINE_OF_GSM8K.search(completion)
+    line = _LAST_LINE_OF_GSM8K.search(_EMPHASIS.sub(r"\2", completion))
     if line is None or last_box(completion):
         return completion
-    return rf"\boxed{{{line[1]}}}"
+    return rf"\boxed{{{line[1].replace('$', '')}}}"
 
 
 def _last_date(completion: str) -> str | None:

@@ -115,9 +115,10 @@ def _check_switches(values: Mapping[str, Any], known: Collection[str]) -> None:
             "starts. Set use_vllm: true, or false to sample without one."
         )
 
-    if "eval_dataset_name_or_path" in are_set and "eval_strategy" not in are_set:
+    of_evaluation = [name for name in are_set if name.startswith("eval_dataset_")]
+    if of_evaluation and "eval_strategy" not in are_set:
         raise ValueError(
-            "eval_strategy must be set beside eval_dataset_name_or_path: without it nothing is evaluated. Set "
+            f"eval_strategy must be set beside {', '.join(of_evaluation)}: without it nothing is evaluated. Set "
             "eval_strategy: steps, with eval_steps, or no."
         )
 

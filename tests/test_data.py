@@ -209,6 +209,7 @@ def test_no_rows_at_all_are_refused(write, number):
         # Commands of LaTeX.
         (r"{problem} with $x \neq 0$", False),
         (r"$\nabla f$ of {problem}, $\nu \notin A$, $\ne 1$", False),
+        (r"\noindent {problem}\newline $a \nsubseteq b \nrightarrow c \nearrow d \nless e$", False),
         (BOXED, False),
     ],
 )

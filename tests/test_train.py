@@ -85,6 +85,10 @@ def test_numbers_of_a_schedule_are_numbers(base, tmp_path):
 
     assert training_args.lr_scheduler_kwargs == {"min_lr": 1e-7}
 
+    recipe.write_text("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1e999}\n")
+    with pytest.raises(ValueError, match="lr_scheduler_kwargs must be a finite number, got inf"):
+        parse(["--config", str(recipe), *base])
+
 
 @pytest.mark.parametrize(
     ("eval_name", "eval_config", "expected"),

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 PROBLEM_COLUMNS = ("problem", "question", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer", "reward_model.ground_truth", "solution", "target")
 # A line break as programs write it. What LaTeX writes with these two characters, such as \neq and \nabla, is left.
-_WRITTEN_BREAK = re.compile(r"\\n(?!(?:abla|eq?|eg|ot|otin|u|i|mid|leq|geq|earrow|warrow|exists|parallel)(?![a-z]))")
+_WRITTEN_BREAK = re.compile(
+    r"\\n(?!(?:abla|eq?|eg|ot|otin|u|mid|less|leq|gtr|geq|sim|cong|exists|parallel)(?![a-z]))"
+    r"(?!(?:su[bcp]|prec|[ensw]*arrow|left|right|oindent|ewline|ormal|atural|otag|onumber|roman)[a-z]*)"
+)
 # Above it not every whole number is a float.
 _LARGEST_WHOLE = 2.0**53
 

@@ -290,7 +290,10 @@ class LowBitConfig:
                 "low_bit/ of each with qarl-trl eval."
             )
         if self.lr_scheduler_type == "reduce_lr_on_plateau":  # for which transformers sets the metric below
-            raise ValueError("lr_scheduler_type must be a schedule by steps, got 'reduce_lr_on_plateau'.")
+            raise ValueError(
+                "lr_scheduler_type must be a schedule by steps, such as 'cosine', got 'reduce_lr_on_plateau', which "
+                "goes by the metric of an evaluation."
+            )
         if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
             raise ValueError(
                 "metric_for_best_model and load_best_model_at_end must be off: the last ones are kept. In place of "
