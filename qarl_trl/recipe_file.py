@@ -94,7 +94,7 @@ def _check_plain(recipe: Path, text: str) -> None:
 
 
 def _keys_without_text(node: yaml.Node | None) -> Iterator[str]:
-    """The keys that YAML reads as true, false or null, such as `on`, as they are written; also inside of others."""
+    """The keys, also inside of others, that are neither text nor plain whole numbers for YAML, as they are written."""
     for child in _children(node):
         yield from _keys_without_text(child)
     if not isinstance(node, yaml.MappingNode):

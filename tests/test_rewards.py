@@ -76,6 +76,9 @@ def log(monkeypatch, caplog):
         (r"<think>maybe \boxed{3}</think> The answer is 7.", "3", 0.0),
         ("<think>The answer is 3.</think>\n#### 7", "7", 1.0),
         (r"<think>\boxed{3}</think> $\boxed{7}$", "7", 1.0),
+        # Zero is an answer, and an inequality has no truth value.
+        (r"<think>maybe \boxed{3}</think> The answer is 0.", "0", 1.0),
+        (r"<think>maybe \boxed{3}</think> The answer is $x < 5$.", "$x < 5$", 1.0),
         (r"<think>so \boxed{7}</think> I hope this answers it.", "7", 1.0),
         (r"<think>so \boxed{7}</think> I hope the answer is clear.", "7", 1.0),
         (r"<think>so \boxed{7}</think> The answer is: see above.", "7", 1.0),
@@ -278,7 +281,7 @@ def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, log):
 
 
 def test_answers_that_are_not_graded_within_the_time_of_their_batch_count_as_wrong(monkeypatch, log):
-    monkeypatch.setattr(rewards, "_grade", grade_slowly)
+    monkeypatch.setattr(rewards, "grade", grade_slowly)
     # Imports take longer than the batch may.
     math_reward(["starts the process"], ["3"])
 
@@ -295,7 +298,7 @@ def test_answers_that_are_not_graded_within_the_time_of_their_batch_count_as_wro
 
 
 def test_the_time_of_a_batch_starts_anew_with_each_and_each_says_how_many(monkeypatch, log):
-    monkeypatch.setattr(rewards, "_grade", grade_slowly)
+    monkeypatch.setattr(rewards, "grade", grade_slowly)
     (reward,) = rewards.load_rewards(["math_reward"], reward_timeout=0.5)
 
     assert reward(["slow", "quick"], answer=["3", "3"]) == [0.0, 0.0]
@@ -305,7 +308,7 @@ def test_the_time_of_a_batch_starts_anew_with_each_and_each_says_how_many(monkey
 
 
 def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, log):
-    monkeypatch.setattr(rewards, "_grade", die_or_grade)
+    monkeypatch.setattr(rewards, "grade", die_or_grade)
 
     assert math_reward(["die", r"\boxed{3}", "die"], ["3"] * 3) == [0.0, 1.0, 0.0]
 
@@ -314,7 +317,7 @@ def test_killed_grader_scores_zero_says_so_once_and_goes_on(monkeypatch, log):
 
 
 def test_grader_that_always_fails_is_an_error_at_the_start_and_said_once_later(monkeypatch, log):
-    monkeypatch.setattr(rewards, "_grade", fail)
+    monkeypatch.setattr(rewards, "grade", fail)
     # Other tests have started it, and it is tried only when it is new.
     rewards._WORKER.close()
 

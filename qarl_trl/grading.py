@@ -1,0 +1,225 @@
+"""Compare the final answer of a completion with a reference: math-verify, and what it reads otherwise than people."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any
+
+from .boxes import has_box_before, last_box, last_boxes, places_of_parts
+
+
+# Emphasis of Markdown: **42** or `42`, as a word of its own. Not the signs of 2**3 or (1+2)*(3+4)*(5+6), which touch
+# what they multiply; *42* is left as it is, because 2 *3* 4 is a product.
+_EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![^\s.,;:!?)])")
+# What math-verify reads otherwise than a person does. A text that has any of these is read as it is, and without.
+# 4.5e33, which would be Euler's number times 33: Minerva writes a fifth of its answers so.
+_E_NOTATION = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
+# \$18, as Markdown has it; in LaTeX the same dollar sign.
+_ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$\s*(?=[\d.])")
+# 58,500 in LaTeX and out of it, unless it is in brackets: (2,100) is a pair.
+_SEPARATOR = r"(?:,|\{,\}|\\[,; ])"
+_THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+(?!\d|{_SEPARATOR}\d)")
+_START_OF_FORMULA = re.compile(r"\n|\\boxed\{|\$|\\[(\[]")
+_OPENING = re.compile(r"[(\[]|\\\{|\\langle")
+_CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
+# \boxed{18.}, where the sentence ends in the box.
+_STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
+_FINAL_ANSWER = "final answer is"
+_END_OF_THOUGHTS = "</think>"
+# The last line of GSM8K's solutions. A heading, such as "#### 2. Add", is none.
+_LAST_LINE_OF_GSM8K = re.compile(r"(?:\A|\n)####[ \t]*([-\N{MINUS SIGN}]?\$?[-\N{MINUS SIGN}]?[\d,.]*\d%?)\.?\s*\Z")
+# What sets words in a formula, and spaces of LaTeX.
+_SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
+_SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
+# Numbers and formulas of commands alone are for math-verify to compare.
+_LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
+_DATE = re.compile(r"(?<!\d)\d{4}-\d\d-\d\d(?!\d)")
+# math-verify compares floats to six places, in which numbers below this have no three digits left.
+_TINY = 1e-3
+_FEWEST_DIGITS = 3
+# math-verify's own limit, for parsing and again for comparing.
+_ALARM_S = 5
+
+
+def grade(completion: str, reference: str) -> float | None:
+    """
+    Compare the final answer of a completion with a reference; only in a main thread, whose alarm ends endless work.
+
+    Args:
+        completion: A text.
+        reference: A text.
+
+    Returns:
+        1 if they are equal, else 0; `None` if the reference is unreadable.
+    """
+    # Garbage is normal here.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    from math_verify import verify
+
+    _, has_thoughts, rest = completion.rpartition(_END_OF_THOUGHTS)
+
+    # math-verify subtracts: 2024-01-05 would be 2018.
+    if _DATE.fullmatch(reference.strip()):
+        return float((_last_date(rest) or _last_date(completion)) == reference.strip())
+
+    gold = _parse_reference(reference)
+    if not gold:
+        return None
+
+    # What comes after the thoughts of a reasoning model counts, unless it only says that there is an answer above.
+    rest = _with_last_line_in_box(rest)
+    if not has_thoughts or last_box(rest) or next(_announced_in(rest), None) is not None:
+        completion = rest
+
+    # math-verify tells words in a formula from the same words out of it: \text{not enough} from "not enough".
+    words = _boxed_words(completion)
+    if words and words == (_boxed_words(reference) if last_box(reference) else _plain(reference)):
+        return 1.0
+
+    for answer in _announced_in(completion):
+        for expected in gold:
+            is_equal = verify(expected, answer, timeout_seconds=_ALARM_S)
+            if is_equal and not _are_different_tiny_numbers(expected, answer):
+                return 1.0
+    return 0.0
+
+
+def _announced_in(completion: str) -> Iterator[Any]:
+    """The expressions that a completion has in a box or announces as its answer, of all its readings."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    announced = [
+        LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False),
+        ExprExtractionConfig(try_extract_without_anchor=False),
+    ]
+    # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
+    plain = _EMPHASIS.sub(r"\2", completion)
+    for text in _readings(_with_parts_in_one_box(plain)):
+        yield from parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
+
+
+def _with_last_line_in_box(completion: str) -> str:
+    """The number of a last line `#### 42` in a box, if the completion has none; else the completion as it is."""
+    line = _LAST_LINE_OF_GSM8K.search(_EMPHASIS.sub(r"\2", completion))
+    if line is None or last_box(completion):
+        return completion
+    return rf"\boxed{{{line[1].replace('$', '')}}}"
+
+
+def _last_date(completion: str) -> str | None:
+    """What the last box holds, or without a box the last date of the text; `None` without both."""
+    place = last_box(completion)
+    if place is not None:
+        _, start, end = place
+        return _plain(completion[start:end]).rstrip(".")
+    dates = _DATE.findall(completion)
+    return dates[-1] if dates else None
+
+
+def _readings(text: str) -> list[str]:
+    """A text, and the same as a person reads it, if math-verify reads that otherwise."""
+    read = text.replace("\N{MINUS SIGN}", "-")
+    read = _ESCAPED_DOLLAR.sub("", read)
+    read = _THOUSANDS.sub(_without_separators, read)
+    read = _STOP_IN_BRACES.sub("", read)
+    read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
+    return [text] if read == text else [text, read]
+
+
+def _with_parts_in_one_box(text: str) -> str:
+    r"""
+    The parts of an answer in one box, and nothing else; a text without several as it is.
+
+    Of "$\boxed{2}$, and $\boxed{4}$" math-verify reads the last one alone. Both readings would be two guesses.
+    """
+    text_without_stops = _STOP_IN_BRACES.sub("", text)
+    places = places_of_parts(text_without_stops)
+    # What joins the others to one before them is unknown here, and math-verify may know.
+    if len(places) < 2 or has_box_before(text_without_stops, places[0][0]):
+        return text
+    return rf"\boxed{{{', '.join(last_boxes(text_without_stops))}}}"
+
+
+def _boxed_words(text: str) -> str | None:
+    """The last box as plain words, to be compared letter by letter; `None` if another answer stands near it."""
+    place = last_box(text)
+    if place is None:
+        return None
+    begin, start, end = place
+    # The two would be parts of one answer, or two guesses.
+    if has_box_before(text, begin):
+        return None
+    # math-verify takes what comes after these words, and not the box.
+    if _FINAL_ANSWER in text[end:].casefold():
+        return None
+    words = _plain(text[start:end])
+    return words if _LETTER.search(words) else None
+
+
+def _plain(answer: str) -> str:
+    """An answer as plain words: without LaTeX's commands for text, and with single spaces."""
+    words = _SET_AS_TEXT.sub(r"\1", answer.replace("$", " "))
+    return _SPACES.sub(" ", words).strip().casefold()
+
+
+def _without_separators(number: re.Match) -> str:
+    """A number with thousands separators without them; in brackets as it is."""
+    before = _START_OF_FORMULA.split(number.string[: number.start()])[-1]
+    if len(_OPENING.findall(before)) > len(_CLOSING.findall(before)):
+        return number[0]
+    return re.sub(_SEPARATOR, "", number[0])
+
+
+def _are_different_tiny_numbers(expected: Any, answer: Any) -> bool:
+    """Whether two expressions are numbers, the first near 0, and differ in the digits that both have."""
+    reference = _value_of(expected)
+    value = _value_of(answer)
+    if reference is None or value is None or not 0 < abs(reference) < _TINY:
+        return False
+    # 1/3000 is 0.000333.
+    decimals = max(_FEWEST_DIGITS, min(_digits_of(reference), _digits_of(value))) - 1
+    return f"{reference:.{decimals}e}" != f"{value:.{decimals}e}"
+
+
+def _digits_of(value: float) -> int:
+    """How many significant digits a number has, of the first twelve, which arithmetic leaves exact."""
+    mantissa, _, _ = f"{abs(value):.11e}".partition("e")
+    return len(mantissa.rstrip("0").replace(".", ""))
+
+
+def _value_of(expression: Any) -> float | None:
+    """The value of an expression of math-verify, or of the right side of an equation; `None` if it is no number."""
+    expression = getattr(expression, "rhs", expression)
+    if not getattr(expression, "is_number", False):
+        return None
+    try:
+        return float(expression.evalf())
+    except (TypeError, ValueError, OverflowError):  # a complex number
+        return None
+
+
+# The completions of a group share their reference.
+@lru_cache(maxsize=1024)
+def _parse_reference(reference: str) -> list:
+    """The expressions in a reference, of all its readings."""
+    from math_verify import parse
+
+    reference = reference.strip()
+    if not reference:
+        return []
+
+    # math-verify reads LaTeX only where it is marked.
+    is_marked = r"\boxed" in reference or reference.count("$") > 1
+    if not is_marked:
+        reference = rf"\boxed{{{reference}}}"
+
+    # As a product, too: math-verify does not take 870000000 for 8.7 times 10^8, which is no whole number for it.
+    as_product = _E_NOTATION.sub(r"\1 \\times 10^{\2}", reference)
+    expressions = []
+    for text in dict.fromkeys([*_readings(reference), as_product]):
+        expressions += parse(text, parsing_timeout=_ALARM_S)
+    return expressions
