@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import os
+import shutil
 from datetime import datetime
 from pathlib import Path
 
@@ -69,6 +71,31 @@ def test_a_name_with_wildcards_is_that_file_alone(write, tmp_path, monkeypatch, 
     # Also in a folder with such a name.
     monkeypatch.chdir((tmp_path / name).parent)
     assert load_math_dataset(Path(name).name)["prompt"] == [user("right")]
+
+
+@pytest.mark.parametrize("how", ["a copy", "a link", "in a folder"])
+def test_another_file_of_the_same_time_is_read_anew(write, tmp_path, how):
+    """As `cp -p`, an archive or a link leaves it: datasets keeps rows by path and time, and would return the old."""
+    first = Path(write([{"problem": "1+1", "answer": "2"}]))
+    second = tmp_path / "other.jsonl"
+    second.write_text('{"problem": "1+2", "answer": "3"}\n')
+    time = first.stat().st_mtime
+    os.utime(second, (time, time))
+
+    name = tmp_path / "train.jsonl"
+    if how == "in a folder":
+        name = tmp_path / "folder" / "train.jsonl"
+        name.parent.mkdir()
+    answers = []
+    for file in (first, second):
+        name.unlink(missing_ok=True)
+        if how == "a link":
+            name.symlink_to(file)
+        else:
+            shutil.copy2(file, name)
+        source = name.parent if how == "in a folder" else name
+        answers += load_math_dataset(str(source))["answer"]
+    assert answers == ["2", "3"]
 
 
 def test_a_folder_with_wildcards_is_refused_because_datasets_would_read_another(write, tmp_path):

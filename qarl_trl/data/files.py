@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +51,10 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
             # Absolute and escaped: datasets takes the name as a pattern, and the current folder is a part of it.
             files = {split.partition("[")[0]: glob.escape(str(path.absolute()))}
             builder = BUILDERS[path.suffix]
-            dataset = load_dataset(builder, data_files=files, split=split)
+            dataset = load_dataset(builder, data_files=files, split=split, cache_dir=_cache_of(path))
             return _with_times_as_text(dataset) if builder == "json" else dataset
-        return load_dataset(str(path or name_or_path), name=config_name, split=split)
+        cache = None if path is None else _cache_of(path)
+        return load_dataset(str(path or name_or_path), name=config_name, split=split, cache_dir=cache)
     except OSError:  # a missing file, or no network
         raise
     except Exception as error:
@@ -60,6 +63,24 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
         raise ValueError(
             f"The dataset {name_or_path!r} (split {split!r}) cannot be read: {_reason(error.__cause__ or error)}"
         ) from error
+
+
+def _cache_of(path: Path) -> str:
+    """
+    Where datasets may keep the rows of a file or folder: a folder for this state of it. datasets itself knows a file
+    by its path and modification time, and would give the rows of another one that a copy or an archive wrote there
+    with the same time, or that a link at this path led to.
+    """
+    from datasets import config
+
+    files = [path] if path.is_file() else sorted(part for part in path.rglob("*") if part.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        status = file.stat()
+        # The time of the status is the system's own, whatever times a copy sets.
+        state = (str(file.absolute()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        digest.update(repr(state).encode())
+    return os.path.join(config.HF_DATASETS_CACHE, "qarl_trl", digest.hexdigest()[:32])
 
 
 def _with_times_as_text(dataset: Dataset) -> Dataset:
