@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig
 from safetensors.torch import load_file, save_file
 from slow.toys import distinct_characters, forge, logged, prompts, stored_tensors
 from toy_runs import adapter, changed, make, master_weights, without_engine
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.checkpoints.folder import read_manifest
@@ -68,6 +69,37 @@ def test_after_an_update_that_was_cut_short_a_run_resumes_bit_for_bit(dense_mode
     # Control: micro-batches share other passes, which round otherwise.
     monkeypatch.setattr(QaRLTrainer, "_updates_of_rollout", updates_from_0)
     assert distance(tmp_path / "from_0")
+
+
+class AsksForRows(TrainerCallback):
+    """Looks at a batch of the training set before a run, with a loader of its own."""
+
+    def __init__(self, trainer: QaRLTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        next(iter(self.trainer.get_train_dataloader()))
+
+
+def test_a_resumed_run_has_its_order_of_prompts_though_a_callback_asked_for_rows(dense_model, tmp_path):
+    def run(folder: Path, checkpoint: str | None = None) -> tuple[list[str], QaRLTrainer]:
+        rolled_out = []
+
+        def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+            rolled_out.extend(prompts)
+            return distinct_characters(completions)
+
+        changes = UNEVEN | {"save_strategy": "steps", "save_steps": 5}
+        args = QaRLConfig(**without_engine(folder, **changes))
+        trainer = QaRLTrainer(dense_model, reward, args, train_dataset=prompts(9))
+        trainer.add_callback(AsksForRows(trainer))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return rolled_out, trainer
+
+    prompts_of_both, straight = run(tmp_path)
+    prompts_of_second, resumed = run(tmp_path / "resumed", str(tmp_path / "checkpoint-5"))
+    assert prompts_of_second == prompts_of_both[-len(prompts_of_second) :]
+    assert not changed(master_weights(straight), master_weights(resumed))
 
 
 @pytest.mark.parametrize(

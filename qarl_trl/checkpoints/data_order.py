@@ -23,10 +23,12 @@ class DataOrderMixin:
     Trainer.
 
     Attributes:
-        _sampler: The sampler of the training set.
+        _latest_sampler: The sampler of the training set that was made last.
+        _sampler: The one that the run trains from: callbacks may ask for a loader of their own later.
         _rng_of_epoch: torch's random state at the beginning of the current epoch; `None` before the first one.
     """
 
+    _latest_sampler: Any = None
     _sampler: Any = None
     _rng_of_epoch: torch.Tensor | None = None
 
@@ -37,9 +39,9 @@ class DataOrderMixin:
     _load_rng_state: Callable[[str], None]
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's method. It keeps the sampler for [`_run_epoch`]."""
-        self._sampler = super()._get_train_sampler(*args, **kwargs)
-        return self._sampler
+        """The Trainer's method. It keeps the sampler for [`_init_training_state`]."""
+        self._latest_sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._latest_sampler
 
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
         """The Trainer's method. A resumed epoch keeps TRL's order of prompts, and a complete run trains nothing."""
@@ -85,7 +87,11 @@ class DataOrderMixin:
         return Path(folder) / f"epoch_rng_{self.args.process_index}.pt"
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """The Trainer's method, which takes the steps of logs, checkpoints and evaluations from the checkpoint."""
+        """
+        The Trainer's method, which takes the steps of logs, checkpoints and evaluations from the checkpoint. The
+        Trainer calls it when it has made the run's loader, before any callback.
+        """
+        self._sampler = self._latest_sampler
         place = super()._init_training_state(max_steps, *args)
         updates_of_epoch, _, checkpoint, _ = args
         # A user's loader may know how long a stream is. Then the Trainer counts as for other data.
