@@ -221,12 +221,17 @@ def _rows_of_embedding(model: Any, adapter: str) -> int | None:
 
 def _with_adapter(model: Any, adapter: str) -> Any:
     """A model with the adapter in a folder; `ValueError` if that lacks weights, of which PEFT only warns."""
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(adapter)
+    # It trained with dropout, which the trained weights no longer have.
+    if hasattr(config, "lora_dropout"):
+        config.lora_dropout = 0.0
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            return PeftModel.from_pretrained(model, adapter)
+            return PeftModel.from_pretrained(model, adapter, config=config)
         except UserWarning as warning:
             raise ValueError(f"{adapter} lacks weights of its adapter: {warning} Copy or save it again.") from warning
         except RuntimeError as error:
