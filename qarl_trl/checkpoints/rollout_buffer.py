@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 
 class RolloutBuffer:
@@ -30,6 +34,7 @@ class RolloutBuffer:
     def __init__(self, trainer: Any) -> None:
         self.step_of_sampling = -1
         self._trainer = trainer
+        self._was_checked = False
 
     @property
     def exists(self) -> bool:
@@ -54,6 +59,36 @@ class RolloutBuffer:
         if not hasattr(args, "steps_per_generation"):
             return args.gradient_accumulation_steps  # distillation samples for each optimizer step
         return args.steps_per_generation * self._trainer.num_iterations
+
+    def check(self) -> None:
+        """
+        Refuse (`ValueError`) a first rollout batch that a checkpoint could store and not give back.
+
+        A subclass may add columns of any type to it. A resume reads only tensors and plain values, because a file with
+        others may run code.
+        """
+        if self._was_checked or self.micro_batches is None:
+            return
+        # Trainers that TRL calls experimental fill the buffer bit by bit.
+        first = self.micro_batches[0]
+        if not isinstance(first, Mapping):
+            return
+
+        refused = []
+        for name, value in first.items():
+            file = io.BytesIO()
+            torch.save(value, file)
+            file.seek(0)
+            types = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            if types:
+                refused.append(f"{name!r} ({', '.join(sorted(types))})")
+        if refused:
+            raise ValueError(
+                "The values of a rollout batch must be tensors, numbers, texts, None, or lists and dictionaries of "
+                f"them, so that a checkpoint within the batch can be resumed, got {'; '.join(refused)}. Convert them, "
+                'or set save_strategy: "no".'
+            )
+        self._was_checked = True
 
     def dump(self) -> tuple[int, int, Any]:
         """

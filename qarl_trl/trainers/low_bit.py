@@ -193,6 +193,9 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         with outside_training(self._unwrapped):
             inputs = super()._prepare_inputs(*args)
 
+        if self.args.save_strategy != "no":
+            self._rollout_buffer.check()
+
         # An evaluation samples for each batch, and keeps none.
         is_sampled_to_evaluate = self._rollout_buffer.exists and self._mode == "eval"
         if is_sampled_to_evaluate or self._rollout_buffer.micro_batches is not before:

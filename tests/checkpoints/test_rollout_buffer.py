@@ -1,8 +1,12 @@
 """`qarl_trl.checkpoints.rollout_buffer` on its own; with trainers of TRL: test_saving.py, test_trainer_resume.py."""
 
+import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from transformers import BatchFeature
 
 from qarl_trl.checkpoints.rollout_buffer import RolloutBuffer
 
@@ -28,6 +32,35 @@ def test_only_a_rollout_batch_that_is_not_used_up_is_stored(step, in_batch):
     assert buffer.in_batch is in_batch
     # At a batch's end 0, because the next may have another number of micro-batches.
     assert buffer.dump() == ((step, 5, ["a", "b", "c"]) if in_batch else (0, 5, None))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(2), None),
+        (["a", None, 1.5, {"b": [True]}], None),
+        (np.zeros(2), r"difficulty.*numpy"),
+        (list(np.zeros(2)), r"difficulty.*numpy"),
+        (BatchFeature(), r"difficulty.*BatchFeature"),
+    ],
+)
+def test_a_batch_that_no_checkpoint_could_give_back_is_refused(value, words, tmp_path):
+    trainer = trainer_at(1)
+    trainer._buffered_inputs = [{"ids": torch.zeros(2), "difficulty": value}] * 3
+    buffer = RolloutBuffer(trainer)
+
+    file = tmp_path / "rollout.pt"
+    torch.save(buffer.dump(), file)
+    if words is None:
+        buffer.check()
+        torch.load(file, weights_only=True)
+        return
+
+    with pytest.raises(ValueError, match=words):
+        buffer.check()
+    # Control: a resume would not read it.
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
 
 
 def test_another_trainer_continues_with_what_was_stored():
