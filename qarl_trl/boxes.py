@@ -10,6 +10,9 @@ _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;]|\\[()\[\],;!]|\\q?quad|\\text\{|\}|\b(?:and|or)\b|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
 )
 _JOINS = re.compile(r"[,;]|\b(?:and|or)\b")
+# Between two boxes of which the second is another statement: the end of a sentence or a line, and words.
+_END_OF_SENTENCE = re.compile(r"[.!?]\s|\n")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 # math-verify joins no boxes that are farther apart.
 _NEAR_CHARS = 70
 
@@ -84,11 +87,15 @@ def last_box(text: str) -> tuple[int, int, int] | None:
 
 def has_box_before(text: str, begin: int) -> bool:
     """
-    Whether a box ends so near before a place that math-verify may join it to one that begins there.
+    Whether a box ends so near before a place that math-verify may join it to one that begins there, and in the same
+    sentence.
 
     Args:
         text: A completion or a solution.
         begin: The place, counted in characters.
     """
     before = last_box(text[:begin])
-    return before is not None and begin - before[2] <= _NEAR_CHARS
+    if before is None or begin - before[2] > _NEAR_CHARS:
+        return False
+    between = text[before[2] + 1 : begin]
+    return not (_END_OF_SENTENCE.search(between) and _WORD.search(between))

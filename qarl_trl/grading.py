@@ -132,16 +132,22 @@ def _readings(text: str) -> list[str]:
 
 def _with_parts_in_one_box(text: str) -> str:
     r"""
-    The parts of an answer in one box, and nothing else; a text without several as it is.
+    The parts of an answer in one box, and nothing else; of boxes in several sentences the last one, and what follows
+    it; any other text as it is.
 
-    Of "$\boxed{2}$, and $\boxed{4}$" math-verify reads the last one alone. Both readings would be two guesses.
+    Of "$\boxed{2}$, and $\boxed{4}$" math-verify reads the last one alone, and of "\boxed{2}. No: it is \boxed{4}"
+    both. Both readings would be two guesses.
     """
     text_without_stops = _STOP_IN_BRACES.sub("", text)
     places = places_of_parts(text_without_stops)
     # What joins the others to one before them is unknown here, and math-verify may know.
-    if len(places) < 2 or has_box_before(text_without_stops, places[0][0]):
+    if not places or has_box_before(text_without_stops, places[0][0]):
         return text
-    return rf"\boxed{{{', '.join(last_boxes(text_without_stops))}}}"
+    if len(places) > 1:
+        return rf"\boxed{{{', '.join(last_boxes(text_without_stops))}}}"
+
+    begin, _, _ = last_box(text) or (0, 0, 0)
+    return text[begin:] if last_box(text[:begin]) else text
 
 
 def _boxed_words(text: str) -> str | None:

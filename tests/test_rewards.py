@@ -89,6 +89,13 @@ def log(monkeypatch, caplog):
         ("<think>2024-01-05</think> The answer is 2024-01-06.", "2024-01-05", 0.0),
         (r"\boxed{2}" + " but" * 50 + r" \boxed{1}", "2", 0.0),
         (r"\boxed{1} or \boxed{2}", "2", 0.0),
+        # Another sentence or line: a step, or an answer that is taken back.
+        (r"\boxed{7}. I made an error; the correct value is \boxed{42}.", "42", 1.0),
+        (r"\boxed{7}. I made an error; the correct value is \boxed{42}.", "7, 42", 0.0),
+        (r"\boxed{7}. I made an error; the correct value is \boxed{42}.", "7", 0.0),
+        ("Step 1: \\boxed{7}\nStep 2: \\boxed{42}", "42", 1.0),
+        (r"\boxed{\text{Bo}}. No, it is \boxed{\text{Al}}", "Al", 1.0),
+        (r"\boxed{1}. No, these are two: \boxed{2} and \boxed{3}", "2, 3", 1.0),
         (r"\boxed{1} or \boxed{2}", "1, 2", 1.0),
         # A list has the parts of one answer, as in a recipe: its last part alone is not the answer.
         (r"\boxed{2}", ["1", "2"], 0.0),

@@ -84,7 +84,7 @@ def _score(reward: Callable[..., Any], rows: Sequence[dict[str, Any]], answers: 
     scores = call_reward(
         reward,
         prompts=[row["prompt"] for row in rows],
-        texts=texts,
+        answers=texts,
         # The bytes stand for token ids: the model's tokenizer may not be on this machine.
         completion_ids=[list(text.encode()) for text in texts],
         **columns,

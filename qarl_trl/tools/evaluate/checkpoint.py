@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -42,12 +43,15 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
 
     Raises:
         FileNotFoundError: if the folder holds no model.
-        ValueError: for an adapter without a frozen base, or with the wrong base, and for a damaged
-            `generation_config.json`.
+        ValueError: for an adapter without a frozen base, or with the wrong base, for a damaged
+            `generation_config.json`, and for a folder of whose name an engine would read another.
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files.READ_BY_ENGINE)))
+    # vLLM (0.31) takes the path for a pattern when it looks for the weights: of run[1] it would load those of run1.
+    if glob.has_magic(str(folder.absolute())):
+        raise ValueError(f"A model's folder must have no *, ? or [ in its path, got {str(folder.absolute())!r}.")
 
     # Both kinds of folders hold *.safetensors; this file tells them apart.
     is_adapter = (folder / files.ADAPTER_CONFIG).is_file()

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     settings["max_model_len"] = _longest_prompt(problems) + options.max_new_tokens
     engine = _start_engine(folder, adapter, options.max_new_tokens, settings)
     # The command line prints errors up to here in one line, and those of the function with their traceback.
-    return lambda: evaluate(engine, params, problems, rewards, output, head, options)
+    return lambda: evaluate(engine, params, tokenizer, problems, rewards, output, head, options)
 
 
 def _start_engine(folder: Path, adapter: Path | None, answer: int, settings: dict[str, Any]) -> Any:
@@ -298,6 +298,7 @@ def _folder_of_its_own(parent: Path, model: str) -> Path:
 def evaluate(
     engine: Any,
     params: Any,
+    tokenizer: Any,
     problems: dict[str, list[dict]],
     reward_funcs: Sequence[Callable[..., Any]],
     output: Path,
@@ -310,13 +311,14 @@ def evaluate(
     Args:
         engine: A `vllm.LLM`.
         params: `vllm.SamplingParams` without a seed.
+        tokenizer: The model's.
         problems: The problems of each suite, from [`~qarl_trl.tools.evaluate.suites.load_problems`].
         reward_funcs: The functions that grade.
         output: The folder to write into.
         head: What `results.json` begins with: `model`, `precision` and more.
         options: The options of the command.
     """
-    from .grade import grade, reward_names
+    from .grade import grade, message_parser, reward_names
     from .sample import sample
     from .score import summarize, table
 
@@ -333,6 +335,11 @@ def evaluate(
             written = 0
             try:
                 for problem, completions in zip(rows, answers, strict=True):
+                    parse = message_parser(tokenizer, problem)
+                    if parse is not None:
+                        for completion in completions:
+                            completion["message"] = parse(completion["token_ids"])
+
                     graded = {}
                     for name, reward in zip(names, reward_funcs, strict=True):
                         graded[name] = grade(reward, problem, completions)

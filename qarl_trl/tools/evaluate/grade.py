@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 
@@ -39,7 +40,8 @@ def grade(reward: Reward, problem: Mapping[str, Any], completions: Sequence[Mapp
         reward: The reward function. It gets `prompts`, `completions`, `completion_ids` and `answer`, as in training
             from a recipe, but nothing of the trainer.
         problem: From [`~qarl_trl.tools.evaluate.suites.load_problems`].
-        completions: Each with its `text` and its `token_ids`.
+        completions: Each with its `text` and its `token_ids`; with a `message` in place of the text where
+            [`message_parser`] made one.
 
     Returns:
         A number for each completion; `None` where the function does not apply.
@@ -47,18 +49,18 @@ def grade(reward: Reward, problem: Mapping[str, Any], completions: Sequence[Mapp
     Raises:
         ValueError: if there are not as many rewards as completions, or one is infinite.
     """
-    texts = [completion["text"] for completion in completions]
+    answers = [completion.get("message", completion["text"]) for completion in completions]
     rewards = call_reward(
         reward,
-        prompts=[problem["messages"]] * len(texts),
-        texts=texts,
+        prompts=[problem["messages"]] * len(answers),
+        answers=answers,
         completion_ids=[completion["token_ids"] for completion in completions],
-        answer=[problem["answer"]] * len(texts),
+        answer=[problem["answer"]] * len(answers),
     )
 
     name = getattr(reward, "__name__", reward)
-    if len(rewards) != len(texts):
-        raise ValueError(f"The reward function {name!r} must give {len(texts)} rewards, got {len(rewards)}.")
+    if len(rewards) != len(answers):
+        raise ValueError(f"The reward function {name!r} must give {len(answers)} rewards, got {len(rewards)}.")
 
     numbers = [_number(value) for value in rewards]
     # No mean and no error can be made of it, and a training stops at it too.
@@ -67,8 +69,33 @@ def grade(reward: Reward, problem: Mapping[str, Any], completions: Sequence[Mapp
     return numbers
 
 
+def message_parser(tokenizer: Any, problem: Mapping[str, Any]) -> Callable[..., dict[str, Any]] | None:
+    """
+    What makes a chat message of a completion's tokens where TRL (1.16) does so in training: with a tokenizer that says
+    how, after a chat prompt. The thoughts of such a message are no part of its content.
+
+    Args:
+        tokenizer: The model's.
+        problem: From [`~qarl_trl.tools.evaluate.suites.load_problems`].
+
+    Returns:
+        A function of token ids; `None` where TRL takes their text.
+    """
+    describes_messages = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
+    if not describes_messages or isinstance(problem["messages"], str):
+        return None
+
+    from trl.chat_template_utils import parse_response
+
+    return partial(parse_response, tokenizer, prefix=problem["prompt_ids"])
+
+
 def call_reward(
-    reward: Reward, prompts: Sequence[Any], texts: Sequence[str], completion_ids: Sequence[list[int]], **others: Any
+    reward: Reward,
+    prompts: Sequence[Any],
+    answers: Sequence[str | dict[str, Any]],
+    completion_ids: Sequence[list[int]],
+    **others: Any,
 ) -> Sequence[Any]:
     """
     The answer of a reward function that is called as TRL calls it.
@@ -76,13 +103,16 @@ def call_reward(
     Args:
         reward: The function, which may be async.
         prompts: A prompt for each completion: all texts, or all lists of chat messages.
-        texts: The completions. After chat messages each becomes one, as in training.
+        answers: The completions, texts or messages. After chat messages a text becomes one, as in training.
         completion_ids: Their token ids.
         others: What else it gets, such as the columns of the data.
     """
-    completions: list[Any] = list(texts)
+    completions: list[Any] = list(answers)
     if not isinstance(prompts[0], str):
-        completions = [[{"role": "assistant", "content": text}] for text in texts]
+        messages = [
+            {"role": "assistant", "content": answer} if isinstance(answer, str) else answer for answer in answers
+        ]
+        completions = [[message] for message in messages]
 
     rewards = reward(prompts=prompts, completions=completions, completion_ids=completion_ids, **others)
     if inspect.isawaitable(rewards):

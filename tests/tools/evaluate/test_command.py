@@ -12,12 +12,14 @@ import torch
 from conftest import make_model, make_tokenizer
 from lines import lines_that_begin, write_rows
 from safetensors.torch import load_file, save_file
+from trl.chat_template_utils import qwen3_template
 
 from qarl_trl import cli
 from qarl_trl.export.files import name_base
+from qarl_trl.rewards import math_reward
 from qarl_trl.tools.evaluate import sample
 from qarl_trl.tools.evaluate.checkpoint import check_complete
-from qarl_trl.tools.evaluate.grade import grade
+from qarl_trl.tools.evaluate.grade import grade, message_parser
 
 
 SECRET = "hf_thisIsASecret"
@@ -110,6 +112,14 @@ def test_wrong_options_are_one_line(capsys, argv, field):
 )
 def test_a_model_that_cannot_be_evaluated_is_refused_before_the_engine(capsys, models, sums, model, message):
     assert message in stopped(capsys, str(models / model), "--suite", sums)
+
+
+def test_a_folder_of_whose_name_an_engine_would_read_another_is_refused(capsys, models, sums, tmp_path):
+    # vLLM globs: it would load run1.
+    for name in ("run1", "run[1]"):
+        shutil.copytree(models / "plain", tmp_path / name)
+
+    assert "must have no *, ? or [ in its path" in stopped(capsys, str(tmp_path / "run[1]"), "--suite", sums)
 
 
 def test_weights_of_another_model_beside_the_model_are_refused_because_an_engine_reads_both(
@@ -422,6 +432,29 @@ def test_a_chat_prompt_has_a_chat_message_for_an_answer():
     assert seen == [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "3"}]]
     with pytest.raises(ValueError, match="must give 1 rewards, got 2"):
         grade(reward, problem, answers[:1])
+
+
+def test_a_message_is_read_as_in_training_if_the_tokenizer_says_how():
+    """TRL parses an answer then, and rewards see its content without the thoughts."""
+    tokenizer = make_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    ids = tokenizer(r"<think>it is \boxed{42}</think>done.<|im_end|>")["input_ids"]
+    problem = {
+        "messages": [{"role": "user", "content": "6*7="}],
+        "answer": "42",
+        "prompt_ids": tokenizer("6")["input_ids"],
+    }
+    answer = {"text": r"<think>it is \boxed{42}</think>done.", "token_ids": ids}
+    # Control: without, TRL takes the text.
+    assert message_parser(tokenizer, problem) is None
+    assert grade(math_reward, problem, [answer]) == [1.0]
+
+    tokenizer.response_template = qwen3_template
+    answer["message"] = message_parser(tokenizer, problem)(ids)
+    assert answer["message"]["content"] == "done."
+    assert grade(math_reward, problem, [answer]) == [0.0]
+    # A prompt that is no chat has no messages.
+    assert message_parser(tokenizer, problem | {"messages": "6*7="}) is None
 
 
 def test_a_cpu_engine_does_not_ask_for_the_whole_machine(monkeypatch):
