@@ -43,7 +43,9 @@ def trl_class(trainer_class: type) -> type:
 
 def trl_module(trainer_class: type) -> str:
     """
-    The module of the TRL trainer that a class subclasses: the constructor of that trainer looks names up there.
+    The module of the TRL trainer whose constructor makes engine and models: it looks names up there.
+
+    TRL's own subclasses of a trainer may have a constructor that only calls the one above it (GMPO, PAPO in TRL 1.16).
 
     Args:
         trainer_class: A subclass of a trainer of TRL.
@@ -51,7 +53,11 @@ def trl_module(trainer_class: type) -> str:
     Raises:
         TypeError: if it is none.
     """
-    return trl_class(trainer_class).__module__
+    nearest = trl_class(trainer_class).__module__
+    for base in trainer_class.__mro__:
+        if base.__module__.startswith("trl.") and hasattr(import_module(base.__module__), _LOADER):
+            return base.__module__
+    return nearest
 
 
 def bind_arguments(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from datasets import Dataset
+from trl import GRPOConfig, RLOOConfig
 
 from .rollouts import prompts_per_rollout
 from .types import RunSettings, TrainerArguments
@@ -22,7 +23,7 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
         ValueError: with the columns, or with the numbers that make the size of a rollout batch, and for an evaluation
             without rows.
     """
-    _check_evaluations(trainer_arguments.get("eval_dataset"), args)
+    _check_evaluations(trainer_arguments, args)
     data = trainer_arguments.get("train_dataset")
     # A streamed data set has no length before it ends.
     if not isinstance(data, Dataset):
@@ -38,18 +39,25 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
         )
 
 
-def _check_evaluations(data: Any, args: RunSettings) -> None:
-    """Refuse (`ValueError`) evaluation sets without rows: TRL fails at them without a word, after the model loaded."""
+def _check_evaluations(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
+    """
+    Refuse (`ValueError`) evaluation sets without rows, at which TRL fails without a word after the model loaded, and
+    those without the columns that a trainer with rewards or a distillation reads.
+    """
     # Trainers that sample look at the rows only when they evaluate. The others prepare them at once.
     if prompts_per_rollout(args) is not None and args.eval_strategy == "no":
         return
 
+    data = trainer_arguments.get("eval_dataset")
     # A `DatasetDict` is a dict, too.
-    several = data if isinstance(data, dict) else {"": data}
+    several: dict[str, Any] = data if isinstance(data, dict) else {"": data}
     for name, rows in several.items():
-        if isinstance(rows, Dataset) and len(rows) == 0:
-            place = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+        if not isinstance(rows, Dataset):
+            continue
+        place = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+        if len(rows) == 0:
             raise ValueError(f"{place} must have rows, got none. Leave it out, with eval_strategy='no'.")
+        _check_columns_of_prompts(rows, place, trainer_arguments, args)
 
 
 def _size(args: RunSettings) -> str:
@@ -63,15 +71,33 @@ def _size(args: RunSettings) -> str:
     )
 
 
-def _check_columns(data: Dataset, trainer_arguments: TrainerArguments, args: RunSettings) -> None:
-    """Refuse (`ValueError`) data of supervised fine-tuning or distillation without the columns that it reads."""
-    columns = set(data.column_names)
+def _check_columns_of_prompts(
+    data: Dataset, place: str, trainer_arguments: TrainerArguments, args: RunSettings
+) -> None:
+    """Refuse (`ValueError`) a data set of GRPO, RLOO or distillation without the columns that these read."""
+    if len(data) == 0:
+        return
+    # A row, because a transform of the data set may make its columns.
+    columns = set(data[0])
+    # Environments may make the prompts.
+    needs_prompts = isinstance(args, (GRPOConfig, RLOOConfig)) and not trainer_arguments.get("environment_factory")
+    if needs_prompts and "prompt" not in columns:
+        raise ValueError(
+            f"{place} must have a column prompt, got {sorted(columns)}: {place}.rename_column('question', 'prompt'), "
+            "or a recipe, which makes prompts of problems."
+        )
     if getattr(args, "distill_on", None) == "answers" and "completion" not in columns:
         raise ValueError(
-            f"distill_on='answers' needs a column completion, and train_dataset has {sorted(columns)}. In a recipe "
-            "set completion_column, or distill_on: rollouts."
+            f"distill_on='answers' needs a column completion, and {place} has {sorted(columns)}. In a recipe set "
+            "completion_column, or distill_on: rollouts."
         )
 
+
+def _check_columns(data: Dataset, trainer_arguments: TrainerArguments, args: RunSettings) -> None:
+    """Refuse (`ValueError`) training data without the columns that a trainer reads."""
+    _check_columns_of_prompts(data, "train_dataset", trainer_arguments, args)
+
+    columns = set(data.column_names)
     # Only SFT's config has it.
     text_field = getattr(args, "dataset_text_field", None)
     if text_field is None:

@@ -4,7 +4,7 @@ import pytest
 from configs import config
 from datasets import Dataset
 
-from qarl_trl import LowBitSFTConfig, QaRLTrainer
+from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, QaRLTrainer
 from qarl_trl.validate import check_data
 
 
@@ -34,6 +34,34 @@ def test_an_evaluation_without_rows_is_refused(tmp_path):
         check_data({"train_dataset": rows, "eval_dataset": {"easy": rows, "hard": none}}, args)
 
     check_data({"train_dataset": rows, "eval_dataset": {"easy": rows}}, args)  # control
+
+
+def test_rows_without_prompts_are_refused_before_a_model_loads(tmp_path):
+    """TRL looks for the column in the first step."""
+    args = config(tmp_path, eval_strategy="epoch")
+    prompts = Dataset.from_dict({"prompt": ["a"] * 64})
+    questions = prompts.rename_column("prompt", "question")
+
+    with pytest.raises(ValueError, match=r"train_dataset must have a column prompt, got \['question'\]"):
+        QaRLTrainer("no/such-model", reward_funcs=[], args=args, train_dataset=questions)
+    with pytest.raises(ValueError, match=r"eval_dataset\['hard'\] must have a column prompt"):
+        check_data({"train_dataset": prompts, "eval_dataset": {"hard": questions}}, args)
+
+    # Controls: environments make prompts, and so may a transform.
+    check_data({"train_dataset": questions, "environment_factory": object}, args)
+    check_data({"train_dataset": questions.with_transform(lambda rows: {"prompt": rows["question"]})}, args)
+
+
+def test_answers_to_distill_on_are_asked_for_in_an_evaluation_too(tmp_path):
+    args = LowBitDistillationConfig(
+        str(tmp_path), bf16=False, use_cpu=True, eval_strategy="epoch", distill_on="answers"
+    )
+    answers = Dataset.from_dict({"prompt": ["a"] * 64, "completion": ["b"] * 64})
+    prompts = answers.remove_columns("completion")
+
+    with pytest.raises(ValueError, match=r"column completion, and eval_dataset has \['prompt'\]"):
+        check_data({"train_dataset": answers, "eval_dataset": prompts}, args)
+    check_data({"train_dataset": answers, "eval_dataset": answers}, args)  # control
 
 
 def test_an_evaluation_without_rows_that_nothing_reads_is_none(tmp_path):
