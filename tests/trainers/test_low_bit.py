@@ -27,6 +27,7 @@ from trl import (
     SFTTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 from qarl_trl import (
     LowBitConfig,
@@ -58,6 +59,15 @@ class LowBitCPOConfig(LowBitConfig, CPOConfig):
 
 
 class LowBitCPOTrainer(LowBitMixin, CPOTrainer):
+    pass
+
+
+@dataclass
+class LowBitGMPOConfig(LowBitConfig, GMPOConfig):
+    pass
+
+
+class LowBitGMPOTrainer(LowBitMixin, GMPOTrainer):
     pass
 
 
@@ -134,6 +144,20 @@ def test_with_the_scheme_off_it_is_trls_trainer_bit_for_bit(model, tmp_path, nam
     low_bit = make(name, model, tmp_path / "low")
     low_bit.train()
     assert losses(low_bit) != losses(stock)
+
+
+def test_a_trainer_whose_constructor_is_that_of_another_of_trl_loads_our_way(model, tmp_path):
+    """GMPO's calls GRPO's, in whose module the loader is."""
+    args = LowBitGMPOConfig(**settings_of("rloo", tmp_path, max_steps=1, lora_base="frozen"))
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+
+    trainer = LowBitGMPOTrainer(model, distinct_characters, args=args, train_dataset=prompts(), peft_config=adapter)
+    trainer.train()
+
+    # TRL's loader would have left a base in high precision.
+    assert trainer.low_bit_store is not None
+    layer = trainer.model.base_model.model.model.layers[0].mlp.up_proj
+    assert not any(parameter.is_floating_point() and parameter.ndim > 1 for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("name", NAMES)
