@@ -10,10 +10,10 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from datasets import load_dataset
 from trl import DPOConfig, DPOTrainer
 
 from qarl_trl import LowBitConfig, LowBitMixin
+from qarl_trl.data import load_rows
 
 
 @dataclass
@@ -35,7 +35,7 @@ def main(model: str, data: str, output_dir: str, max_steps: str = "-1") -> None:
         use_cpu=not torch.cuda.is_available(),
         report_to=[],
     )
-    dataset = load_dataset("json", data_files=data, split="train")
+    dataset = load_rows(data, "train")
 
     trainer = LowBitDPOTrainer(model, args=args, train_dataset=dataset)
     trainer.train()

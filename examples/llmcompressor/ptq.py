@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -19,6 +19,9 @@ from llmcompressor.modifiers.transform import AWQModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from qarl_trl.data import load_rows
+from qarl_trl.export import check_target
+from qarl_trl.export.files import ADAPTER_CONFIG, check_apart
 from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 from qarl_trl.quant.source import quantized_source
 
@@ -45,11 +48,7 @@ def make_recipe(method: str, scheme: str, group_size: int | None = None) -> list
 
 def calibration_set(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """The first rows of `args.dataset` (Hub id or .jsonl file) as token ids; chats go through the chat template."""
-    split = f"train[:{args.num_samples}]"
-    if Path(args.dataset).is_file():
-        rows = load_dataset("json", data_files=args.dataset, split=split)
-    else:
-        rows = load_dataset(args.dataset, split=split)
+    rows = load_rows(args.dataset, f"train[:{args.num_samples}]")
 
     def tokenize(row: dict) -> dict:
         text = ""
@@ -84,6 +83,9 @@ def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argpar
     resolve_scheme(args.scheme, args.group_size)
     if args.dataset is None and args.method != "rtn":
         parser.error(f"--method {args.method} needs --dataset")
+    if Path(args.model, ADAPTER_CONFIG).is_file():
+        parser.error(f"--model must be a model, got {args.model}, a LoRA adapter: `merge_and_unload()` of peft first")
+    check_apart(args.output, "output", args.model)
 
     return args
 
@@ -91,6 +93,7 @@ def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argpar
 def main(argv: list[str] | None = None) -> None:
     """Read the options, quantize, and check that layers were quantized."""
     args = parse(__doc__, ("gptq", "awq", "rtn"), argv)
+    check_target(args.output)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
     # Rounding to nearest looks at the weights alone.

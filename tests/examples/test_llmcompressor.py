@@ -120,6 +120,20 @@ def test_rounding_to_nearest_is_our_own_export(ptq, folder):
     assert (folder / "ours" / "model.safetensors").read_bytes() == theirs
 
 
+def test_a_model_that_is_only_to_be_read_stays(ptq, precondition, folder, capsys):
+    before = (folder / "model" / "model.safetensors").read_bytes()
+
+    for script, method in ((ptq, "rtn"), (precondition, "rotation")):
+        with pytest.raises(ValueError, match="output"):
+            script.main(options(folder, method, output="model"))
+    (folder / "model" / "adapter_config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        ptq.main(options(folder, "rtn"))
+
+    assert "got " + str(folder / "model") + ", a LoRA adapter" in capsys.readouterr().err
+    assert (folder / "model" / "model.safetensors").read_bytes() == before
+
+
 def test_a_model_without_linear_layers_is_not_called_quantized(ptq, folder):
     # GPT-2's layers are `Conv1D`, which the target "Linear" does not name: llm-compressor saves the model as it was.
     sizes = {"vocab_size": 64, "n_embd": 64, "n_layer": 1, "n_head": 2, "n_positions": 64}
