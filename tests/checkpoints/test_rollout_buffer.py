@@ -1,6 +1,7 @@
 """`qarl_trl.checkpoints.rollout_buffer` on its own; with trainers of TRL: test_saving.py, test_trainer_resume.py."""
 
 import pickle
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +62,15 @@ def test_a_batch_that_no_checkpoint_could_give_back_is_refused(value, words, tmp
     # Control: a resume would not read it.
     with pytest.raises(pickle.UnpicklingError):
         torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), [lambda: 0]])
+def test_a_batch_that_no_checkpoint_could_store_is_refused(value):
+    trainer = trainer_at(1)
+    trainer._buffered_inputs = [{"ids": torch.zeros(2), "client": value}] * 3
+
+    with pytest.raises(ValueError, match=r"got 'client' \(.*pickle"):
+        RolloutBuffer(trainer).check()
 
 
 def test_another_trainer_continues_with_what_was_stored():

@@ -35,6 +35,18 @@ def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads
     check_arguments("no/such-model", without_quantization, kwargs)
 
 
+def test_a_threshold_for_a_mismatch_that_nothing_measures_is_refused(tmp_path):
+    changes = {"use_vllm": True, "mismatch_abort_threshold": 0.1}
+    unweighed = config(tmp_path, **changes, vllm_importance_sampling_correction=False)
+
+    with pytest.raises(ValueError, match=r"mismatch_abort_threshold=0\.1 would stop no run"):
+        check_arguments("org/model", unweighed, {"rollout_func": print})
+
+    # Controls: the engine's log-probs are always compared, and those of a function if the loss uses them.
+    check_arguments("org/model", unweighed, {})
+    check_arguments("org/model", config(tmp_path, **changes), {"rollout_func": print})
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -145,6 +145,29 @@ def test_an_ignored_name_that_matches_nothing_is_said(tmp_path, caplog, tiny_mod
 
 
 @pytest.mark.parametrize(
+    ("targets", "missing"),
+    [
+        (["q_proj", "down_prj"], "['down_prj']"),
+        (["q_proj", "layers.0.mlp.down_proj"], None),
+        # No part of a name.
+        (["q_proj", "proj"], "['proj']"),
+        ("all-linear", None),
+        ("re.*q_proj", None),
+    ],
+)
+def test_a_target_of_an_adapter_that_matches_nothing_is_said(tmp_path, caplog, tiny_model, targets, missing):
+    tiny_model("qwen3", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    args = config(tmp_path / "run")
+    adapter = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")
+
+    check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, adapter)
+
+    said = [record.message for record in caplog.records if "get no adapter" in record.message]
+    assert len(said) == (missing is not None)
+    assert missing is None or missing in said[0]
+
+
+@pytest.mark.parametrize(
     ("ignored", "is_said"),
     [(["re:.*up_proj$"], True), (["re:.*(gate|up)_proj$"], False), (["re:.*o_proj$"], False)],
 )
