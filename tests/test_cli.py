@@ -331,6 +331,10 @@ def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_pat
         source = tmp_path / "adapter"
         model.save_pretrained(source)
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(source)
+        # In training answers ended at this token, too; the base's files do not know it.
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer.eos_token = "5"
+        tokenizer.save_pretrained(source)
         # Trained with TRL's default: dropout is over when a model is exported.
         written = json.loads((source / "adapter_config.json").read_text())
         (source / "adapter_config.json").write_text(json.dumps(written | {"lora_dropout": 0.05}))
@@ -349,7 +353,10 @@ def test_export_writes_the_low_bit_tensors_of_the_checkpoint(checkpoint, tmp_pat
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.config.quantization_config is not None
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token == ("5" if lora else "<eos>")
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
 
 
 @pytest.mark.parametrize(

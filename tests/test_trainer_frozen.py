@@ -271,8 +271,8 @@ def test_an_export_takes_the_scheme_of_the_frozen_base(odd_adapter, tmp_path, ca
     assert ("down_proj" in " ".join(config["ignore"])) == keeps_ignored
     said = capsys.readouterr().out
     assert "nats per token from base and adapter" in said
-    served = f"vllm serve {odd_adapter}/base --enable-lora --max-lora-rank 8 --lora-modules policy={odd_adapter}"
-    assert f"To keep the policy that was trained, serve the two: {served}\n" in said
+    served = f"vllm serve {odd_adapter}/base --enable-lora --max-lora-rank 8 --lora-modules policy={odd_adapter} "
+    assert f"To keep the policy that was trained, serve the two: {served}--tokenizer {odd_adapter}\n" in said
 
 
 def test_an_export_with_another_group_size_needs_a_scheme(odd_adapter, tmp_path):

@@ -110,7 +110,8 @@ def _with_times_as_text(dataset: Dataset) -> Dataset:
 def say_if_times(dataset: Dataset, columns: Sequence[str]) -> None:
     """Warn of columns whose texts the reader of a JSON file took for times, which are written anew."""
     # Dates of a Parquet file were no texts.
-    names = [name for name in dict.fromkeys(columns) if _as_text(dataset.features[name]) != dataset.features[name]]
+    types = dataset.features
+    names = [name for name in dict.fromkeys(columns) if _as_text(types[name]) != types[name]]
     if names and dataset.builder_name == "json":
         _say_times(names)
 

@@ -121,13 +121,13 @@ def load_prompts(
     dataset = load_rows(name_or_path, split, config_name).flatten()
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
     columns = ["prompt"]
-    say_if_times(dataset, [name for name in (problem_column, completion_column) if name is not None])
     _say_what_is_left_out(dataset, problem_column, conversational)
     if completion_column is not None:
         _column(dataset, completion_column, (), "completion_column", name_or_path)
         columns.append("completion")
         # Of a completion as text its last message counts, which is all of it as a rule.
         _say_what_is_left_out(dataset, completion_column, conversational=True, is_prompt=False)
+    say_if_times(dataset, [problem_column] if completion_column is None else [problem_column, completion_column])
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         converted: dict[str, Any] = {"prompt": None}

@@ -208,7 +208,7 @@ def settings_of(kind, gptq):
 
 
 # Which cards a run leaves, and what they must say.
-SERVE_ADAPTER = "--enable-lora --max-lora-rank 8 --lora-modules policy=path/to/model\n"
+SERVE_ADAPTER = "--enable-lora --max-lora-rank 8 --lora-modules policy=path/to/model --tokenizer path/to/model\n"
 CARDS = {
     "full": {
         "README.md": ["vllm serve path/to/model\n", "trained with quantization"],

@@ -299,6 +299,42 @@ def _evaluated(base: str, adapter: str | None) -> Any:
     return engine_logprobs(start_engine(base, folder, logprobs_mode="processed_logprobs", **SHAPES))
 
 
+def _adapter_that_ends_at(checkpoint: str, folder: str) -> int:
+    """Save an adapter whose tokenizer has another end token than that of its base."""
+    from transformers import AutoTokenizer
+
+    trainer = _frozen_trainer(checkpoint, Path(folder), use_vllm=False)
+    trainer.save_model()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = "5"
+    tokenizer.save_pretrained(folder)
+    return tokenizer.eos_token_id
+
+
+def _sampled(base: str, adapter: str) -> list[list[int]]:
+    """Token ids of answers of the engine that `qarl-trl eval` starts."""
+    from vllm import SamplingParams
+
+    from qarl_trl.tools.evaluate.sample import sample as sample_problems
+    from qarl_trl.tools.evaluate.sample import start_engine
+
+    params = SamplingParams(n=32, temperature=1.0, max_tokens=32)
+    (answers,) = sample_problems(start_engine(base, Path(adapter), **SHAPES), [{"prompt_ids": [3, 4]}], params, seed=0)
+    return [answer["token_ids"] for answer in answers]
+
+
+def test_an_evaluated_adapter_ends_where_its_training_did(checkpoint, tmp_path):
+    adapter = tmp_path / "adapter"
+    end = isolated(_adapter_that_ends_at, checkpoint, str(adapter))
+
+    assert not any(end in answer[:-1] for answer in isolated(_sampled, checkpoint, str(adapter)))
+
+    # Control: by the tokenizer of the base they go on.
+    for file in adapter.glob("tokenizer*"):
+        file.unlink()
+    assert any(end in answer[:-1] for answer in isolated(_sampled, checkpoint, str(adapter)))
+
+
 def test_engine_learner_and_files_are_one_base_and_one_adapter(checkpoint, tmp_path, monkeypatch):
     # With AMX, oneDNN rounds the product of one token with B unlike that of many: 1 of 2,369 log-probs would differ
     # (docs/numerics.md).

@@ -47,6 +47,9 @@ def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any
         return LLM(str(model), **defaults | settings)
 
     defaults |= lora_settings(tensor_shapes(adapter))
+    # Its answers end where those of its training did: the base's tokenizer may have another end token.
+    if any(adapter.glob("tokenizer*")):
+        defaults["tokenizer"] = str(adapter)
     engine = LLM(str(model), **defaults | settings)
     sample_with(engine, adapter)
     return engine

@@ -32,12 +32,14 @@ def main(argv: Sequence[str]) -> None:
     args = _export_parser().parse_args(argv)
 
     from transformers import AutoTokenizer
+    from transformers.trainer_utils import align_special_tokens
 
     from ...export import check_target, check_writable, save_low_bit
     from ...export.card import write_card
     from ...export.card_facts import base_facts
     from ...export.files import check_apart, check_generation_config, tensor_shapes
     from ...quant import apply_quantization
+    from ...quant.names import is_peft_model
     from ...quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ...quant.source import check_index
     from ...validate.layers import unused_patterns, words_of_unused
@@ -59,6 +61,9 @@ def main(argv: Sequence[str]) -> None:
     model = source.load()
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(args.checkpoint))
+    if is_peft_model(model):
+        # As the run did: an adapter has no generation config, in which answers would end at the base's token alone.
+        align_special_tokens(model, tokenizer)
     trained = layers_of_run(args.checkpoint, model)
     apply_quantization(
         model,
