@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -296,6 +297,12 @@ def compared_settings(args: Any) -> dict[str, Any]:
         value = getattr(args, field.name)
         if field.name == "model_init_kwargs":
             value = _loading(value or {})
+        # TRL's trainers with rewards write False in place of None into the config of a run with a stream, with which
+        # a script may make another trainer.
+        has_rewards = hasattr(args, "num_generations")
+        if field.name == "accelerator_config" and has_rewards and getattr(value, "dispatch_batches", None) is False:
+            value = copy.copy(value)
+            value.dispatch_batches = None
         # Some values are objects. Their texts say what is in them.
         settings[field.name] = json.loads(json.dumps(value, default=str, sort_keys=True))
     return settings

@@ -29,7 +29,7 @@ from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import Gather, checkpoint_stream
 
 
-# Numbers of each untrained weight that are compared from step to step.
+# Numbers of each weight that are compared: of untrained ones from step to step.
 SAMPLED = 64
 
 
@@ -58,6 +58,8 @@ class LowBitStore:
         self._kept = KeptWeights()
         # Some numbers of all master weights that nobody trains, by device and dtype; `None` before the first look.
         self._samples: dict[Any, Tensor] | None = None
+        # The same of those that are trained, and the count of changes that belongs to it.
+        self._trained_samples: tuple[int, dict[Any, Tensor]] | None = None
         self._changes = 0
         self._is_told = False
         self._sharded = False
@@ -149,12 +151,29 @@ class LowBitStore:
             return
 
         before = self._samples
-        self._samples = self._sample_untrained()
+        self._samples = self._sample_all(trained=False)
         if before is not None and not _are_equal(before, self._samples):
             self.forget()
 
-    def _sample_untrained(self) -> dict[Any, Tensor]:
-        """Some numbers of all master weights that need no gradient, by device and dtype."""
+    def look_at_trained(self) -> None:
+        """
+        Make low-bit weights again if the master weights that are trained changed since the last call, by a sample of
+        each as in [`look_at_untrained`]. Shards are not looked at: those of them are always made again.
+        """
+        if self._sharded:
+            self.weights_changed()
+            return
+
+        before = self._trained_samples
+        samples = self._sample_all(trained=True)
+        # An optimizer's step in between also counts if the weights are back where they were: low-bit weights that were
+        # kept since then are of others.
+        if before is None or before[0] != self._changes or not _are_equal(before[1], samples):
+            self.weights_changed()
+        self._trained_samples = (self._changes, samples)
+
+    def _sample_all(self, trained: bool) -> dict[Any, Tensor]:
+        """Some numbers of all master weights that need a gradient, or of those that need none, by device and dtype."""
         samples: dict[Any, list[Tensor]] = {}
         for _, layer in self.layers():
             if layer.frozen_weight is not None:
@@ -162,7 +181,7 @@ class LowBitStore:
             # With those of an adapter in it.
             module: Any = layer
             for parameter in module.parameters():
-                if not parameter.requires_grad:
+                if parameter.requires_grad == trained:
                     samples.setdefault((parameter.device, parameter.dtype), []).append(_sample(parameter))
 
         # Not layer by layer: this runs in each step, and each comparison would wait for the GPU.

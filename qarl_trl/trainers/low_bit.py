@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from ..metrics.clock import StepClock, WeightFlips
 from ..metrics.columns import distinct_names
 from ..quant.digest import with_low_bits
 from ..quant.layers.layer import forget_training, outside_training
+from ..quant.names import base_model
 from ..quant.source import QuantizedSource
 from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
@@ -41,6 +42,7 @@ from ..validate import check_run
 from ..validate.rollouts import shares_engine
 from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
+from .forwards import OF_A_LOSS, ForwardGuard, Trust, method_of_user
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
 from .policy import quantize_policy
 from .sampling import check_end_tokens
@@ -147,6 +149,10 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             # Before the callbacks of the user, which may run the model after an optimizer step.
             add_first_callback(self, TellStore(self.low_bit_store))
             self.add_callback(CheckLayers(self._check_layers_ran, lambda: forget_training(self._unwrapped)))
+        self._guard = ForwardGuard(self.low_bit_store)
+        # A compiled model would compile the hooks, too.
+        if not args.torch_compile:
+            self._guard.watch(base_model(self._unwrapped))
         # Last, so that what other callbacks do at the end of a step counts in its time.
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))
@@ -186,11 +192,17 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
                 "if that is intended."
             )
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's method. Of a user's loss each forward makes low-bit weights again: slow, and never wrong."""
+        trust = Trust.NONE if method_of_user(self, OF_A_LOSS) else Trust.KEPT
+        with self._guard.trusting(trust):
+            return super().training_step(*args, **kwargs)
+
     def _prepare_inputs(self, *args: Any) -> Any:
         """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
         before = self._rollout_buffer.micro_batches
         # `CheckLayers` asks whether a layer trained. Forwards in here run even if the loss bypasses the layer.
-        with outside_training(self._unwrapped):
+        with outside_training(self._unwrapped), self._guard.trusting(Trust.KEPT):
             inputs = super()._prepare_inputs(*args)
 
         if self.args.save_strategy != "no":
@@ -218,7 +230,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         TRL's method of trainers with rewards; an error in one process stops all of them, and so does a rollout batch
         without rewards.
         """
-        calculate = partial(super()._calculate_rewards, *args, **named)
+        calculate = partial(self._calculate_outside, super()._calculate_rewards, *args, **named)
         home = home_of_rewards(type(self))
         # A trainer with a method of its own has its own way to end.
         if home is None:
@@ -231,6 +243,11 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         if self._mode == "train":
             guards.check_scored(rewards, self.reward_func_names)
         return rewards
+
+    def _calculate_outside(self, calculate: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:
+        """Rewards. A reward function may run the model with other weights."""
+        with self._guard.trusting(Trust.LOOKED_AT):
+            return calculate(*args, **named)
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
@@ -302,7 +319,8 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         # Twice: the engine must not answer with weights of before, nor afterwards with those of the evaluation.
         self._weights_may_differ()
         try:
-            yield
+            with self._guard.trusting(Trust.LOOKED_AT if method_of_user(self, OF_A_LOSS) else Trust.KEPT):
+                yield
         finally:
             self._weights_may_differ()
 

@@ -18,6 +18,7 @@ from .._compat.training_loop import accumulating
 from ..learner.groups import MicroBatchGroups, scored_arguments
 from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
+from .forwards import method_of_user
 from .loss_forward import LossForward
 
 
@@ -268,11 +269,7 @@ def _looks_at_micro_batches(trainer: Any) -> str | None:
 
     A `compute_loss` or a `training_step` may do with each loss what belongs to its micro-batch, such as a weight: of
     several that share a pass it would see zeros and a sum. A method for log-probs would get those of a shared pass
-    twice, joined and for each micro-batch.
+    twice, joined and for each micro-batch. A `_prepare_inputs` may make micro-batches of different widths.
     """
-    for method in ("compute_loss", "training_step", "_get_per_token_logps_and_entropies"):
-        # Of the function, not of its class: a script may also replace it there. A partial has none.
-        module = getattr(getattr(trainer, method), "__module__", None) or ""
-        if module.partition(".")[0] not in ("qarl_trl", "trl", "transformers"):
-            return method
-    return None
+    methods = ("compute_loss", "training_step", "_prepare_inputs", "_get_per_token_logps_and_entropies")
+    return method_of_user(trainer, methods)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from qarl_trl import QaRLConfig
-from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule
+from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule, compared_settings
 from qarl_trl.checkpoints.identity import SETTINGS as OF_RUN
 from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, resume_path
@@ -32,6 +32,16 @@ SPECIAL = {"model_init_kwargs": {"attn_implementation": "eager"}}
 def before(tmp_path_factory):
     """The settings of the checkpoint's run."""
     return config(tmp_path_factory.mktemp("before"))
+
+
+def test_what_trl_writes_into_the_config_of_a_stream_is_no_change(before):
+    args = copy.deepcopy(before)
+    args.accelerator_config.dispatch_batches = False
+    assert compared_settings(args) == compared_settings(before)
+
+    # Control: another value is one.
+    args.accelerator_config.even_batches = not args.accelerator_config.even_batches
+    assert compared_settings(args) != compared_settings(before)
 
 
 def other(value):

@@ -177,6 +177,24 @@ def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tm
     assert "slower" not in caplog.text
 
 
+def test_micro_batches_of_different_widths_run_each_in_a_pass_of_its_own(model, tmp_path):
+    """TRL takes those that a class has trimmed."""
+
+    class Trims(QaRLTrainer):
+        def _prepare_inputs(self, *args):
+            inputs = dict(super()._prepare_inputs(*args))
+            longest = int(inputs["completion_mask"].sum(dim=1).max())
+            for name, value in inputs.items():
+                if isinstance(value, torch.Tensor) and value.shape == inputs["completion_mask"].shape:
+                    inputs[name] = value[:, :longest]
+            return inputs
+
+    args = QaRLConfig(**without_engine(tmp_path, **SETTINGS, loss_type="grpo", max_steps=1))
+    trainer = Trims(model, distinct_characters, args, train_dataset=prompts())
+    trainer.train()
+    assert trainer._groups is None
+
+
 @pytest.mark.parametrize("method", ["compute_loss", "training_step"])
 def test_a_method_that_a_script_puts_in_place_sees_the_loss_of_each_micro_batch(model, tmp_path, monkeypatch, method):
     """In a notebook: on a trainer that is made already, or on the class."""

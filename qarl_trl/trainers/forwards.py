@@ -1,0 +1,104 @@
+"""Low-bit weights in forwards that are not the trainer's own: of a callback, a reward function or a user's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+from torch import nn
+
+from ..quant.store import LowBitStore
+
+
+# The methods that make a loss. One of a user may run the model with other weights in between.
+OF_A_LOSS = ("compute_loss", "training_step", "_get_per_token_logps_and_entropies", "_compute_loss")
+
+
+class Trust(Enum):
+    """What a forward may use of the low-bit weights that were made before."""
+
+    KEPT = "those that the trainer knows to be up to date"
+    LOOKED_AT = "those of which a sample of the master weights is unchanged"
+    NONE = "none"
+
+
+class ForwardGuard:
+    """
+    Makes low-bit weights again for forwards before which somebody may have written to the master weights.
+
+    Averages of weights (EMA), teachers and noise are put in place for one forward, often through `param.data`, which
+    leaves no trace. The trainer's own forwards come right after what it knows: its optimizer's steps, its checkpoints.
+
+    Args:
+        store: The low-bit weights of the model; `None` for a model without.
+    """
+
+    def __init__(self, store: LowBitStore | None) -> None:
+        self._store = store
+        self._trust = Trust.LOOKED_AT
+        # Whether low-bit weights may have been made of weights that somebody put in place.
+        self._is_doubtful = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Look at the weights around each forward of the model."""
+        if self._store is not None:
+            model.register_forward_pre_hook(self.before)
+            model.register_forward_hook(self.after)
+
+    @contextmanager
+    def trusting(self, trust: Trust) -> Iterator[None]:
+        """How forwards in the block go; afterwards as before it."""
+        outside = self._trust
+        self._trust = trust
+        self._settle()
+        try:
+            yield
+        finally:
+            self._trust = outside
+            self._settle()
+
+    def _settle(self) -> None:
+        """Before the trainer's own forwards: what others made in theirs is not used."""
+        if self._is_doubtful and self._trust is Trust.KEPT and self._store is not None:
+            self._store.weights_changed()
+            self._is_doubtful = False
+
+    def before(self, *_: Any) -> None:
+        """A hook before a forward."""
+        if self._store is None or self._trust is Trust.KEPT:
+            return
+        self._is_doubtful = True
+        if self._trust is Trust.LOOKED_AT:
+            self._store.look_at_trained()
+        else:
+            self._store.weights_changed()
+
+    def after(self, *_: Any) -> None:
+        """A hook after a forward: a backward that computes layers again has the weights that are back in place."""
+        if self._store is not None and self._trust is Trust.NONE:
+            self._store.weights_changed()
+
+    # A copy of the model is another model, whose layers have a store of their own.
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGuard:
+        return ForwardGuard(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ForwardGuard, (None,)
+
+
+def method_of_user(trainer: Any, methods: tuple[str, ...]) -> str | None:
+    """
+    The first of some methods that is a user's, of a class or put in place of the trainer's by a script; or `None`.
+
+    Args:
+        trainer: A trainer.
+        methods: Names. Those that the trainer lacks do not count.
+    """
+    for method in methods:
+        # Of the function, not of its class: a script may also replace it there. A partial has none.
+        module = getattr(getattr(trainer, method, None), "__module__", None) or ""
+        if hasattr(trainer, method) and module.partition(".")[0] not in ("qarl_trl", "trl", "transformers"):
+            return method
+    return None

@@ -1,0 +1,131 @@
+"""`qarl_trl.trainers.forwards`: low-bit weights are those in place, whoever runs the model."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from slow.toys import distinct_characters, prompts, save_model
+from toy_runs import without_engine
+from transformers import TrainerCallback
+
+from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer, QaRLConfig, QaRLTrainer
+from qarl_trl.quant import low_bit_store
+from qarl_trl.trainers.forwards import ForwardGuard
+from trainers.runs import settings
+from trainers.test_low_bit import data_of
+
+
+IDS = torch.arange(2, 18)[None]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("models") / "model", layers=1)
+
+
+def loss_of(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, labels=IDS).loss.item()
+
+
+def put(weights, model):
+    """As libraries that average weights do it: without a trace."""
+    for weight, parameter in zip(weights, model.parameters(), strict=True):
+        parameter.data.copy_(weight)
+
+
+class ScoresFirst(TrainerCallback):
+    """Runs the model with its first weights at an event of each step, and then with its own."""
+
+    def __init__(self, event, is_rounded_anew):
+        self.losses = []
+        self.is_rounded_anew = is_rounded_anew
+        setattr(self, event, self.score)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.first = [parameter.detach().clone() / 2 for parameter in model.parameters()]
+
+    def score(self, args, state, control, model=None, **kwargs):
+        now = [parameter.detach().clone() for parameter in model.parameters()]
+        # Twice, as a text is generated.
+        for weights in (now, self.first, self.first):
+            put(weights, model)
+            if self.is_rounded_anew:
+                low_bit_store(model).forget()
+            self.losses.append(loss_of(model))
+        put(now, model)
+
+
+def train(model, folder, *callbacks):
+    args = QaRLConfig(
+        **without_engine(
+            folder,
+            max_steps=2,
+            gradient_accumulation_steps=2,
+            steps_per_generation=2,
+            max_completion_length=4,
+            learning_rate=1e-2,
+        )
+    )
+    trainer = QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(8), callbacks=list(callbacks))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_step_end"])
+def test_a_callback_that_runs_the_model_with_other_weights_gets_their_low_bits(model, tmp_path, event):
+    scores = ScoresFirst(event, is_rounded_anew=False)
+    trainer = train(model, tmp_path / "a", scores)
+    right = ScoresFirst(event, is_rounded_anew=True)
+    train(model, tmp_path / "b", right)
+
+    assert scores.losses == right.losses
+    # Control: the weights differ, and so do their losses.
+    assert len(set(scores.losses[:2])) == 2
+    # The run goes on as without: it trains on no low bits of the first weights.
+    alone = train(model, tmp_path / "c")
+    for one, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class MeanTeacher(LowBitSFTTrainer):
+    """Its loss has a second forward, of half the weights."""
+
+    distances = ()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        student = model(input_ids=inputs["input_ids"]).logits
+        now = [parameter.detach().clone() for parameter in model.parameters()]
+        put([weight / 2 for weight in now], model)
+        with torch.no_grad():
+            teacher = model(input_ids=inputs["input_ids"]).logits
+        put(now, model)
+        self.distances += ((student - teacher).abs().max().item(),)
+        return (student - teacher).pow(2).mean()
+
+
+def test_a_loss_that_runs_the_model_with_other_weights_gets_their_low_bits(model, tmp_path):
+    trainers = []
+    for checkpointing in (False, True):
+        changes = {"max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": checkpointing}
+        args = LowBitSFTConfig(**settings(tmp_path / str(checkpointing), **changes))
+        trainer = MeanTeacher(model, args=args, **data_of("sft", model))
+        trainer.train()
+        trainers.append(trainer)
+
+        # It was 0: the teacher had the low bits of the student.
+        assert min(trainer.distances) > 0.01
+
+    # A backward that computes layers again has the student's weights, too.
+    for one, other in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_copied_or_stored_model_does_not_know_the_trainer(model, tmp_path):
+    trainer = train(model, tmp_path)
+    expected = loss_of(trainer.model)
+
+    assert loss_of(copy.deepcopy(trainer.model)) == expected
+    guard = pickle.loads(pickle.dumps(ForwardGuard(trainer.low_bit_store).before)).__self__
+    assert guard._store is None
