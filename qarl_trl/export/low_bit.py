@@ -169,6 +169,11 @@ def save_low_bit(
             path,
             ", ".join(others),
         )
+    template = path / "chat_template.jinja"
+    if tokenizer is not None and getattr(tokenizer, "chat_template", None) is None and template.is_file():
+        logger.warning(
+            "%s is of another model, and an engine uses it: the tokenizer of this one has none. Delete it.", template
+        )
     return path
 
 

@@ -80,9 +80,6 @@ def main(argv: Sequence[str]) -> None:
     folder = save_low_bit(model, tokenizer, args.output)
     if trained is not None:
         say_if_trained_as_another_model(args.checkpoint, args.output, trained, model)
-    template = folder / "chat_template.jinja"
-    if tokenizer.chat_template is None and template.is_file():
-        print(f"{template} is of another model, and an engine uses it: the tokenizer of this one has none. Delete it.")
     write_card(folder, **base_facts(source.base))
 
     # Only here: an adapter with master weights below it was merged in training, too.
