@@ -342,8 +342,15 @@ def by_seed(pairs: dict[int, tuple[Cell, Cell]], names: list[str], model: str) -
     if "gptq" in models and model != "low_bit":
         return ["-", "-"]
 
-    points = [difference(first, second, models) for first, second in pairs.values()]
-    return [", ".join(map(gain, points)), mean_of_three(points)]
+    gains = []
+    points = []
+    for first, second in pairs.values():
+        if is_scored(first, models[0]) and is_scored(second, models[1]):
+            points.append(difference(first, second, models))
+            gains.append(gain(points[-1]))
+        else:
+            gains.append("-")
+    return [", ".join(gains), mean_of_three(points)]
 
 
 def mean_of_three(points: list[list[float]]) -> str:
