@@ -248,11 +248,13 @@ def test_recover_says_what_the_cells_of_rl_from_a_distilled_start_say():
     for line in real_table.tables()["<!-- real: distilled -->\n"].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         rows[tuple(cells[:2])] = cells
-    before = rows["before training", "3"]
-    after = rows["QaRL GRPO", "3"]
+    before = [rows["before training", seed] for seed in ("3", "4")]
+    after = [rows["QaRL GRPO", seed] for seed in ("3", "4")]
 
     text = (ROOT / "docs" / "recover.md").read_text()
     # Columns of low bits: sampled, and greedy.
-    sampled = f"from {before[3].split()[0]} to {after[3]} % in samples"
-    greedy = f"from {before[6].split()[0]} to {after[6]} % greedily"
-    assert f"{sampled}, and {greedy}" in text
+    for column, words in ((3, "in samples"), (6, "greedily")):
+        start = " and ".join(row[column].split()[0] for row in before)
+        end = " and ".join(row[column].split()[0] for row in after)
+        error = max(row[column].split()[2] for row in after)
+        assert f"from {start} to {end} % (± {error}) {words}" in text
