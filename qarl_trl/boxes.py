@@ -11,7 +11,7 @@ _BETWEEN_BOXES = re.compile(
 )
 _JOINS = re.compile(r"[,;]|\b(?:and|or)\b")
 # Between two boxes of which the second is another statement: the end of a sentence or a line, and words.
-_END_OF_SENTENCE = re.compile(r"[.!?]\s|\n")
+_END_OF_SENTENCE = re.compile(r"[.!?]\s+[A-Z]|\n")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 # math-verify joins no boxes that are farther apart.
 _NEAR_CHARS = 70

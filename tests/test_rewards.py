@@ -94,6 +94,7 @@ def log(monkeypatch, caplog):
         (r"\boxed{7}. I made an error; the correct value is \boxed{42}.", "7, 42", 0.0),
         (r"\boxed{7}. I made an error; the correct value is \boxed{42}.", "7", 0.0),
         ("Step 1: \\boxed{7}\nStep 2: \\boxed{42}", "42", 1.0),
+        (r"x: \boxed{3}, i.e. the other y: \boxed{4}", "3, 4", 1.0),
         (r"\boxed{\text{Bo}}. No, it is \boxed{\text{Al}}", "Al", 1.0),
         (r"\boxed{1}. No, these are two: \boxed{2} and \boxed{3}", "2, 3", 1.0),
         (r"\boxed{1} or \boxed{2}", "1, 2", 1.0),

@@ -22,6 +22,7 @@ from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.gemms import gemm
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.train import train as train_by_command
+from qarl_trl.trainers.forwards import ForwardGuard
 from qarl_trl.trainers.loading import load_whole
 
 
@@ -111,8 +112,10 @@ def test_weights_that_a_subclass_samples_with_are_not_those_of_the_loss(dense_mo
         return trainer.stale
 
     assert not stale("told")
-    # Control: nobody tells the owner of the low-bit weights.
+    # Control: nobody tells the owner of the low-bit weights, nor looks at the weights.
     monkeypatch.setattr(RolloutBuffer, "micro_batches", None)
+    monkeypatch.setattr(ForwardGuard, "before", lambda *_: None)
+    monkeypatch.setattr(ForwardGuard, "after", lambda *_: None)
     assert len(stale("untold")) == 7
 
 

@@ -15,7 +15,8 @@ def _types_that_no_file_gives_back(value: Any) -> list[str]:
     file = io.BytesIO()
     try:
         torch.save(value, file)
-    except (TypeError, AttributeError, pickle.PicklingError) as error:  # what pickle raises, for a lock and others
+    # What pickle and torch raise, for a lock and others.
+    except (TypeError, AttributeError, RuntimeError, NotImplementedError, pickle.PicklingError) as error:
         return [str(error)]
     file.seek(0)
     return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
@@ -80,6 +81,9 @@ class RolloutBuffer:
         others may run code.
         """
         if self._was_checked or self.micro_batches is None:
+            return
+        # Then each update ends a rollout batch, and no checkpoint stores one.
+        if self._trainer.args.gradient_accumulation_steps % self._micro_batches_of_a_rollout() == 0:
             return
         # Trainers that TRL calls experimental fill the buffer bit by bit.
         first = self.micro_batches[0]

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+READ_IN_FOLDERS = (*BUILDERS, ".arrow", ".csv", ".tsv", ".txt", ".gz", ".bz2", ".xz", ".zst", ".zip")
+# A file is known by so many blocks of so many bytes: all of it up to 64 MiB, then blocks at equal distances.
+BLOCK = 2**16
+BLOCKS = 2**10
 READ_BY_TRAINERS = ("text", "messages", "prompt", "completion")
 
 
@@ -68,20 +72,30 @@ def load_rows(name_or_path: str, split: str, config_name: str | None = None) -> 
 
 def _cache_of(path: Path) -> str:
     """
-    Where datasets may keep the rows of a file or folder: a folder for this state of it. datasets itself knows a file
+    Where datasets may keep the rows of a file or folder: a folder for this content of it. datasets itself knows a file
     by its path and modification time, and would give the rows of another one that a copy or an archive wrote there
     with the same time, or that a link at this path led to.
     """
     from datasets import config
 
-    files = [path] if path.is_file() else sorted(part for part in path.rglob("*") if part.is_file())
     digest = hashlib.sha256()
-    for file in files:
-        status = file.stat()
-        # The time of the status is the system's own, whatever times a copy sets.
-        state = (str(file.absolute()), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        digest.update(repr(state).encode())
+    for file in [path] if path.is_file() else _data_files(path):
+        digest.update(repr((str(file.absolute()), file.stat().st_size)).encode())
+        with file.open("rb") as stream:
+            for place in range(0, file.stat().st_size, max(BLOCK, file.stat().st_size // BLOCKS)):
+                stream.seek(place)
+                digest.update(stream.read(BLOCK))
     return os.path.join(config.HF_DATASETS_CACHE, "qarl_trl", digest.hexdigest()[:32])
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """The files in a folder that datasets may read as data, or for how to read them."""
+    files = []
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not is_hidden and file.is_file() and (file.suffix in READ_IN_FOLDERS or file.name == "README.md"):
+            files.append(file)
+    return files
 
 
 def _with_times_as_text(dataset: Dataset) -> Dataset:

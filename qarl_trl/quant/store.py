@@ -155,22 +155,33 @@ class LowBitStore:
         if before is not None and not _are_equal(before, self._samples):
             self.forget()
 
-    def look_at_trained(self) -> None:
+    def look_at_trained(self) -> bool:
         """
         Make low-bit weights again if the master weights that are trained changed since the last call, by a sample of
         each as in [`look_at_untrained`]. Shards are not looked at: those of them are always made again.
+
+        Returns:
+            Whether low-bit weights are made again.
         """
         if self._sharded:
             self.weights_changed()
-            return
+            return True
 
         before = self._trained_samples
         samples = self._sample_all(trained=True)
         # An optimizer's step in between also counts if the weights are back where they were: low-bit weights that were
         # kept since then are of others.
-        if before is None or before[0] != self._changes or not _are_equal(before[1], samples):
+        is_changed = before is None or before[0] != self._changes or not _are_equal(before[1], samples)
+        if is_changed:
             self.weights_changed()
         self._trained_samples = (self._changes, samples)
+        return is_changed
+
+    def use_once(self) -> None:
+        """Make low-bit weights again when asked, and let the next [`look_at_trained`] call that no change."""
+        self.weights_changed()
+        if self._trained_samples is not None:
+            self._trained_samples = (self._changes, self._trained_samples[1])
 
     def _sample_all(self, trained: bool) -> dict[Any, Tensor]:
         """Some numbers of all master weights that need a gradient, or of those that need none, by device and dtype."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..quant.store import LowBitStore
@@ -14,6 +15,8 @@ from ..quant.store import LowBitStore
 
 # The methods that make a loss. One of a user may run the model with other weights in between.
 OF_A_LOSS = ("compute_loss", "training_step", "_get_per_token_logps_and_entropies", "_compute_loss")
+# Whose code is no user's.
+LIBRARIES = ("qarl_trl", "trl", "transformers", "accelerate", "torch")
 
 
 class Trust(Enum):
@@ -21,12 +24,12 @@ class Trust(Enum):
 
     KEPT = "those that the trainer knows to be up to date"
     LOOKED_AT = "those of which a sample of the master weights is unchanged"
-    NONE = "none"
+    LOSS = "the same, and none of a forward without gradients: a backward may compute layers of another one again"
 
 
 class ForwardGuard:
     """
-    Makes low-bit weights again for forwards before which somebody may have written to the master weights.
+    Makes low-bit weights again for forwards before which somebody wrote to the master weights.
 
     Averages of weights (EMA), teachers and noise are put in place for one forward, often through `param.data`, which
     leaves no trace. The trainer's own forwards come right after what it knows: its optimizer's steps, its checkpoints.
@@ -40,6 +43,8 @@ class ForwardGuard:
         self._trust = Trust.LOOKED_AT
         # Whether low-bit weights may have been made of weights that somebody put in place.
         self._is_doubtful = False
+        # Whether the current forward is the first with these weights: they may be in place for it alone.
+        self._is_first = False
 
     def watch(self, model: nn.Module) -> None:
         """Look at the weights around each forward of the model."""
@@ -67,18 +72,17 @@ class ForwardGuard:
 
     def before(self, *_: Any) -> None:
         """A hook before a forward."""
-        if self._store is None or self._trust is Trust.KEPT:
-            return
-        self._is_doubtful = True
-        if self._trust is Trust.LOOKED_AT:
-            self._store.look_at_trained()
-        else:
-            self._store.weights_changed()
+        if self._store is not None and self._trust is not Trust.KEPT:
+            self._is_doubtful = True
+            self._is_first = self._store.look_at_trained()
 
     def after(self, *_: Any) -> None:
         """A hook after a forward: a backward that computes layers again has the weights that are back in place."""
-        if self._store is not None and self._trust is Trust.NONE:
-            self._store.weights_changed()
+        if self._store is None or self._trust is Trust.KEPT:
+            return
+        has_no_backward = self._trust is Trust.LOSS and not torch.is_grad_enabled()
+        if self._is_first or has_no_backward:
+            self._store.use_once()
 
     # A copy of the model is another model, whose layers have a store of their own.
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardGuard:
@@ -97,8 +101,14 @@ def method_of_user(trainer: Any, methods: tuple[str, ...]) -> str | None:
         methods: Names. Those that the trainer lacks do not count.
     """
     for method in methods:
-        # Of the function, not of its class: a script may also replace it there. A partial has none.
-        module = getattr(getattr(trainer, method, None), "__module__", None) or ""
-        if hasattr(trainer, method) and module.partition(".")[0] not in ("qarl_trl", "trl", "transformers"):
-            return method
+        function = getattr(trainer, method, None)
+        # Through decorators: a wrapper by functools.wraps has the name and the module of what it wraps.
+        while function is not None:
+            code = getattr(function, "__func__", function)
+            scope = getattr(code, "__globals__", {})
+            module = scope.get("__name__") or getattr(code, "__module__", None) or ""
+            # A partial has none.
+            if module and module.partition(".")[0] not in (*LIBRARIES, "functools"):
+                return method
+            function = getattr(code, "__wrapped__", None)
     return None

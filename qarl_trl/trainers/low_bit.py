@@ -193,16 +193,27 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The Trainer's method. Of a user's loss each forward makes low-bit weights again: slow, and never wrong."""
-        trust = Trust.NONE if method_of_user(self, OF_A_LOSS) else Trust.KEPT
-        with self._guard.trusting(trust):
+        """The Trainer's method. A user's loss may run the model with other weights."""
+        with self._guard.trusting(self._trust_of_loss()):
             return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's method, as [`training_step`]. Callbacks of an evaluation run outside of it."""
+        with self._guard.trusting(self._trust_of_loss()):
+            return super().prediction_step(*args, **kwargs)
+
+    def _trust_of_loss(self) -> Trust:
+        return Trust.LOSS if method_of_user(self, OF_A_LOSS) else Trust.KEPT
+
+    def _trust_of_sampling(self) -> Trust:
+        is_of_user = self._is_of_user or method_of_user(self, OF_A_LOSS) is not None
+        return Trust.LOOKED_AT if is_of_user or getattr(self, "rollout_func", None) is not None else Trust.KEPT
 
     def _prepare_inputs(self, *args: Any) -> Any:
         """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
         before = self._rollout_buffer.micro_batches
         # `CheckLayers` asks whether a layer trained. Forwards in here run even if the loss bypasses the layer.
-        with outside_training(self._unwrapped), self._guard.trusting(Trust.KEPT):
+        with outside_training(self._unwrapped), self._guard.trusting(self._trust_of_sampling()):
             inputs = super()._prepare_inputs(*args)
 
         if self.args.save_strategy != "no":
@@ -221,9 +232,13 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         Exploration by noise on them does. Through `param.data` that leaves no trace. Other classes need not quantize
         again.
         """
-        is_of_user = type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
-        if is_of_user and self.low_bit_store is not None:
+        if self._is_of_user and self.low_bit_store is not None:
             self.low_bit_store.weights_changed()
+
+    @property
+    def _is_of_user(self) -> bool:
+        """Whether the class is a user's."""
+        return type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         """
@@ -319,8 +334,7 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         # Twice: the engine must not answer with weights of before, nor afterwards with those of the evaluation.
         self._weights_may_differ()
         try:
-            with self._guard.trusting(Trust.LOOKED_AT if method_of_user(self, OF_A_LOSS) else Trust.KEPT):
-                yield
+            yield
         finally:
             self._weights_may_differ()
 

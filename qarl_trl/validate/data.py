@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.logging import get_logger
 from datasets import Dataset
 from trl import GRPOConfig, RLOOConfig
 
 from .rollouts import prompts_per_rollout
 from .types import RunSettings, TrainerArguments
+
+
+logger = get_logger(__name__)
 
 
 def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
@@ -74,23 +78,27 @@ def _size(args: RunSettings) -> str:
 def _check_columns_of_prompts(
     data: Dataset, place: str, trainer_arguments: TrainerArguments, args: RunSettings
 ) -> None:
-    """Refuse (`ValueError`) a data set of GRPO, RLOO or distillation without the columns that these read."""
-    if len(data) == 0:
-        return
-    # A row, because a transform of the data set may make its columns.
-    columns = set(data[0])
+    """
+    Refuse (`ValueError`) a data set to distill on without completions; warn of one of GRPO or RLOO without prompts,
+    which a user's trainer may make.
+    """
     # Environments may make the prompts.
     needs_prompts = isinstance(args, (GRPOConfig, RLOOConfig)) and not trainer_arguments.get("environment_factory")
-    if needs_prompts and "prompt" not in columns:
-        raise ValueError(
-            f"{place} must have a column prompt, got {sorted(columns)}: {place}.rename_column('question', 'prompt'), "
-            "or a recipe, which makes prompts of problems."
+    if needs_prompts and not _has_column(data, "prompt"):
+        logger.warning(
+            f"{place} has no column prompt, which TRL asks for in the first step, but {sorted(data.column_names)}: "
+            f"{place}.rename_column('question', 'prompt'), or a recipe, which makes prompts of problems."
         )
-    if getattr(args, "distill_on", None) == "answers" and "completion" not in columns:
+    if getattr(args, "distill_on", None) == "answers" and not _has_column(data, "completion"):
         raise ValueError(
-            f"distill_on='answers' needs a column completion, and {place} has {sorted(columns)}. In a recipe set "
-            "completion_column, or distill_on: rollouts."
+            f"distill_on='answers' needs a column completion, and {place} has {sorted(data.column_names)}. In a "
+            "recipe set completion_column, or distill_on: rollouts."
         )
+
+
+def _has_column(data: Dataset, name: str) -> bool:
+    """Whether rows have a column, which a transform of the data set may make."""
+    return name in data.column_names or len(data) == 0 or name in data[0]
 
 
 def _check_columns(data: Dataset, trainer_arguments: TrainerArguments, args: RunSettings) -> None:

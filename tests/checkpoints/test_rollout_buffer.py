@@ -15,7 +15,7 @@ from qarl_trl.checkpoints.rollout_buffer import RolloutBuffer
 def trainer_at(step):
     """What the buffer reads of a trainer with 3 x 2 micro-batches per rollout batch, after `step` of them."""
     return SimpleNamespace(
-        args=SimpleNamespace(steps_per_generation=3),
+        args=SimpleNamespace(steps_per_generation=3, gradient_accumulation_steps=1),
         num_iterations=2,
         _step=step,
         _buffered_inputs=["a", "b", "c"],
@@ -71,6 +71,10 @@ def test_a_batch_that_no_checkpoint_could_store_is_refused(value):
 
     with pytest.raises(ValueError, match=r"got 'client' \(.*pickle"):
         RolloutBuffer(trainer).check()
+
+    # Control: with an update for each rollout batch nothing of it is stored.
+    trainer.args.gradient_accumulation_steps = 6
+    RolloutBuffer(trainer).check()
 
 
 def test_another_trainer_continues_with_what_was_stored():

@@ -1,6 +1,7 @@
 """`qarl_trl.trainers.forwards`: low-bit weights are those in place, whoever runs the model."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -66,14 +67,20 @@ def train(model, folder, *callbacks):
             steps_per_generation=2,
             max_completion_length=4,
             learning_rate=1e-2,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_eval_batch_size=4,
         )
     )
-    trainer = QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(8), callbacks=list(callbacks))
+    data = {"train_dataset": prompts(8), "eval_dataset": prompts(2)}
+    trainer = QaRLTrainer(model, distinct_characters, args, callbacks=list(callbacks), **data)
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_step_end"])
+@pytest.mark.parametrize(
+    "event", ["on_step_begin", "on_substep_end", "on_step_end", "on_prediction_step", "on_evaluate"]
+)
 def test_a_callback_that_runs_the_model_with_other_weights_gets_their_low_bits(model, tmp_path, event):
     scores = ScoresFirst(event, is_rounded_anew=False)
     trainer = train(model, tmp_path / "a", scores)
@@ -89,28 +96,55 @@ def test_a_callback_that_runs_the_model_with_other_weights_gets_their_low_bits(m
         assert torch.equal(one, other)
 
 
-class MeanTeacher(LowBitSFTTrainer):
-    """Its loss has a second forward, of half the weights."""
+def distance_to_half(trainer, model, inputs):
+    """A loss with a second forward, of half the weights."""
+    student = model(input_ids=inputs["input_ids"]).logits
+    now = [parameter.detach().clone() for parameter in model.parameters()]
+    put([weight / 2 for weight in now], model)
+    with torch.no_grad():
+        teacher = model(input_ids=inputs["input_ids"]).logits
+    put(now, model)
+    trainer.distances += ((student - teacher).abs().max().item(),)
+    return (student - teacher).pow(2).mean()
 
+
+class MeanTeacher(LowBitSFTTrainer):
     distances = ()
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        student = model(input_ids=inputs["input_ids"]).logits
-        now = [parameter.detach().clone() for parameter in model.parameters()]
-        put([weight / 2 for weight in now], model)
-        with torch.no_grad():
-            teacher = model(input_ids=inputs["input_ids"]).logits
-        put(now, model)
-        self.distances += ((student - teacher).abs().max().item(),)
-        return (student - teacher).pow(2).mean()
+        return distance_to_half(self, model, inputs)
 
 
-def test_a_loss_that_runs_the_model_with_other_weights_gets_their_low_bits(model, tmp_path):
+class MeanTeacherStep(LowBitSFTTrainer):
+    distances = ()
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        loss = distance_to_half(self, model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+def wrapped_loss(trainer):
+    """As scripts replace a method."""
+
+    @functools.wraps(trainer.compute_loss)
+    def compute_loss(model, inputs, *args, **kwargs):
+        return distance_to_half(trainer, model, inputs)
+
+    return compute_loss
+
+
+@pytest.mark.parametrize("how", ["compute_loss", "training_step", "wrapped"])
+def test_a_loss_that_runs_the_model_with_other_weights_gets_their_low_bits(model, tmp_path, how):
     trainers = []
     for checkpointing in (False, True):
         changes = {"max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": checkpointing}
         args = LowBitSFTConfig(**settings(tmp_path / str(checkpointing), **changes))
-        trainer = MeanTeacher(model, args=args, **data_of("sft", model))
+        kind = {"compute_loss": MeanTeacher, "training_step": MeanTeacherStep, "wrapped": LowBitSFTTrainer}[how]
+        trainer = kind(model, args=args, **data_of("sft", model))
+        if how == "wrapped":
+            trainer.distances = ()
+            trainer.compute_loss = wrapped_loss(trainer)
         trainer.train()
         trainers.append(trainer)
 

@@ -368,6 +368,8 @@ def _line(
     suite: str, problem: Mapping[str, Any], completions: Sequence[Mapping[str, Any]], rewards: Mapping[str, Any] | None
 ) -> str:
     """A problem's line of `completions.jsonl`; `rewards` are `None` for completions that were not graded."""
+    # The message has the text once more.
+    completions = [{name: part for name, part in each.items() if name != "message"} for each in completions]
     return json.dumps({"suite": suite, **problem, "completions": completions, "rewards": rewards}) + "\n"
 
 

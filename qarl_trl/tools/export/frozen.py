@@ -65,6 +65,9 @@ def serving_the_two(adapter: str, base: str) -> str:
     rank = json.loads(Path(adapter, ADAPTER_CONFIG).read_text())["r"]
     command = (
         f"vllm serve {os.path.normpath(base)} --enable-lora --max-lora-rank {served_rank(rank)} "
-        f"--lora-modules policy={adapter} --tokenizer {adapter}"
+        f"--lora-modules policy={adapter}"
     )
+    # That of the run, whose end token may be another than the base's.
+    if any(Path(adapter).glob("tokenizer*")):
+        command += f" --tokenizer {adapter}"
     return f"To keep the policy that was trained, serve the two: {command}"
