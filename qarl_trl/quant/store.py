@@ -60,6 +60,8 @@ class LowBitStore:
         self._samples: dict[Any, Tensor] | None = None
         # The same of those that are trained, and the count of changes that belongs to it.
         self._trained_samples: tuple[int, dict[Any, Tensor]] | None = None
+        # Whether the last look at trained weights found others, of which nothing had told.
+        self.saw_write = False
         self._changes = 0
         self._is_told = False
         self._sharded = False
@@ -163,6 +165,7 @@ class LowBitStore:
         Returns:
             Whether low-bit weights are made again.
         """
+        self.saw_write = False
         if self._sharded:
             self.weights_changed()
             return True
@@ -171,7 +174,9 @@ class LowBitStore:
         samples = self._sample_all(trained=True)
         # An optimizer's step in between also counts if the weights are back where they were: low-bit weights that were
         # kept since then are of others.
-        is_changed = before is None or before[0] != self._changes or not _are_equal(before[1], samples)
+        is_told = before is None or before[0] != self._changes
+        self.saw_write = before is not None and not is_told and not _are_equal(before[1], samples)
+        is_changed = is_told or self.saw_write
         if is_changed:
             self.weights_changed()
         self._trained_samples = (self._changes, samples)

@@ -80,8 +80,11 @@ class ForwardGuard:
         """A hook after a forward: a backward that computes layers again has the weights that are back in place."""
         if self._store is None or self._trust is Trust.KEPT:
             return
+        # In a loss the first forward with gradients after a step is the student's.
+        is_students = self._trust is Trust.LOSS and torch.is_grad_enabled()
         has_no_backward = self._trust is Trust.LOSS and not torch.is_grad_enabled()
-        if self._is_first or has_no_backward:
+        is_in_doubt = self._store.saw_write if is_students else self._is_first
+        if is_in_doubt or has_no_backward:
             self._store.use_once()
 
     # A copy of the model is another model, whose layers have a store of their own.
