@@ -140,6 +140,8 @@ def _settings(folder: str, learner: Any, expert_parallel: bool) -> Any:
 
     from qarl_trl.export import quantization_config
 
+    # One for each rank: another one would read a file that is being written.
+    folder = os.path.join(folder, f"rank-{os.environ.get('RANK', 0)}")
     learner.config.save_pretrained(folder)
     quantization = quantization_config(learner)
     overrides = {} if quantization is None else {"quantization_config": quantization}

@@ -18,6 +18,7 @@ from qarl_trl.tools.plan.memory.learner import optimizer_state, trained_bytes
 from qarl_trl.tools.plan.memory.moments import moments
 from qarl_trl.tools.plan.run import Hardware, Parameter
 from qarl_trl.tools.plan.settings import run_of
+from qarl_trl.trainers.forwards import Trust
 from tools.plan.runs import example_run, nbytes, resident
 
 
@@ -183,7 +184,9 @@ def test_kept_matrices_are_those_of_a_trainer(folders, tmp_path, frozen):
         **changes,
     )
     ids = torch.tensor([[3, 4, 5]])
-    trainer.model(input_ids=ids).logits.sum().backward()
+    # As in a step of the trainer: what others run does not use what it keeps.
+    with trainer._guard.trusting(Trust.KEPT):
+        trainer.model(input_ids=ids).logits.sum().backward()
     kept = []
     for _, layer in quantized_modules(trainer.model):
         for name, tensor in layer.low_bit().prepared.items():
