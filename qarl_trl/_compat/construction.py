@@ -45,7 +45,7 @@ def trl_module(trainer_class: type) -> str:
     """
     The module of the TRL trainer whose constructor makes engine and models: it looks names up there.
 
-    TRL's own subclasses of a trainer may have a constructor that only calls the one above it (GMPO, PAPO in TRL 1.16).
+    A subclass in TRL may have a constructor that only calls the one above it (GMPO in TRL 1.16).
 
     Args:
         trainer_class: A subclass of a trainer of TRL.

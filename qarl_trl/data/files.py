@@ -80,9 +80,10 @@ def _cache_of(path: Path) -> str:
 
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else _data_files(path):
-        digest.update(repr((str(file.absolute()), file.stat().st_size)).encode())
+        size = file.stat().st_size
+        digest.update(repr((str(file.absolute()), size)).encode())
         with file.open("rb") as stream:
-            for place in range(0, file.stat().st_size, max(BLOCK, file.stat().st_size // BLOCKS)):
+            for place in range(0, size, max(BLOCK, size // BLOCKS)):
                 stream.seek(place)
                 digest.update(stream.read(BLOCK))
     return os.path.join(config.HF_DATASETS_CACHE, "qarl_trl", digest.hexdigest()[:32])

@@ -24,13 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .kept import NOT_TRAINED, UNKNOWN, KeptWeights, State, identity
 from .layers.layer import LowBitLayer, quantized_modules
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
+from .samples import Samples, are_equal, sample_weights
 from .sharding.gathers import GatheredWeight, is_master_shard, make_master_shards
 from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import Gather, checkpoint_stream
-
-
-# Numbers of each weight that are compared: of untrained ones from step to step.
-SAMPLED = 64
 
 
 class LowBitStore:
@@ -56,10 +53,10 @@ class LowBitStore:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._kept = KeptWeights()
-        # Some numbers of all master weights that nobody trains, by device and dtype; `None` before the first look.
-        self._samples: dict[Any, Tensor] | None = None
-        # The same of those that are trained, and the count of changes that belongs to it.
-        self._trained_samples: tuple[int, dict[Any, Tensor]] | None = None
+        # Of the master weights that nobody trains; `None` before the first look.
+        self._samples: Samples | None = None
+        # Of those that are trained, with the count of changes that belongs to it.
+        self._trained_samples: tuple[int, Samples] | None = None
         # Whether the last look at trained weights found others, of which nothing had told.
         self.saw_write = False
         self._changes = 0
@@ -146,21 +143,20 @@ class LowBitStore:
         """
         Forget all low-bit weights if master weights that nobody trains changed since the last call.
 
-        A write through `param.data` leaves no trace, so a sample of each weight is compared. It sees what changes a
-        weight as a whole, such as a merged adapter. Shards are not looked at.
+        A write through `param.data` leaves no trace, so samples are compared. Shards are not looked at.
         """
         if self._sharded:
             return
 
         before = self._samples
-        self._samples = self._sample_all(trained=False)
-        if before is not None and not _are_equal(before, self._samples):
+        self._samples = sample_weights((layer for _, layer in self.layers()), trained=False)
+        if before is not None and not are_equal(before, self._samples):
             self.forget()
 
     def look_at_trained(self) -> bool:
         """
-        Make low-bit weights again if the master weights that are trained changed since the last call, by a sample of
-        each as in [`look_at_untrained`]. Shards are not looked at: those of them are always made again.
+        Make low-bit weights again if the master weights that are trained changed since the last call, by their
+        samples. Shards are not looked at: those of them are always made again.
 
         Returns:
             Whether low-bit weights are made again.
@@ -171,11 +167,11 @@ class LowBitStore:
             return True
 
         before = self._trained_samples
-        samples = self._sample_all(trained=True)
+        samples = sample_weights((layer for _, layer in self.layers()), trained=True)
         # An optimizer's step in between also counts if the weights are back where they were: low-bit weights that were
         # kept since then are of others.
         is_told = before is None or before[0] != self._changes
-        self.saw_write = before is not None and not is_told and not _are_equal(before[1], samples)
+        self.saw_write = before is not None and not is_told and not are_equal(before[1], samples)
         is_changed = is_told or self.saw_write
         if is_changed:
             self.weights_changed()
@@ -187,21 +183,6 @@ class LowBitStore:
         self.weights_changed()
         if self._trained_samples is not None:
             self._trained_samples = (self._changes, self._trained_samples[1])
-
-    def _sample_all(self, trained: bool) -> dict[Any, Tensor]:
-        """Some numbers of all master weights that need a gradient, or of those that need none, by device and dtype."""
-        samples: dict[Any, list[Tensor]] = {}
-        for _, layer in self.layers():
-            if layer.frozen_weight is not None:
-                continue
-            # With those of an adapter in it.
-            module: Any = layer
-            for parameter in module.parameters():
-                if parameter.requires_grad == trained:
-                    samples.setdefault((parameter.device, parameter.dtype), []).append(_sample(parameter))
-
-        # Not layer by layer: this runs in each step, and each comparison would wait for the GPU.
-        return {kind: torch.cat(of_kind) for kind, of_kind in samples.items()}
 
     def forget(self) -> None:
         """
@@ -380,19 +361,6 @@ def iter_low_bit_weights(
     store = find_store(model)
     weight_of = None if store is None else store.fresh_weight_of
     yield from checkpoint_stream(model, weight_of, gather, stacked)
-
-
-def _sample(weight: Tensor) -> Tensor:
-    """About `SAMPLED` numbers of a weight, at equal distances: a view."""
-    values = weight.detach().flatten()
-    return values[:: max(1, len(values) // SAMPLED)]
-
-
-def _are_equal(before: dict[Any, Tensor], now: dict[Any, Tensor]) -> bool:
-    """Whether two samples have the same numbers, of the same devices and dtypes."""
-    if before.keys() != now.keys():
-        return False
-    return all(torch.equal(sample, now[kind]) for kind, sample in before.items())
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..quant.store import LowBitStore
 
@@ -80,11 +80,12 @@ class ForwardGuard:
         """A hook after a forward: a backward that computes layers again has the weights that are back in place."""
         if self._store is None or self._trust is Trust.KEPT:
             return
-        # In a loss the first forward with gradients after a step is the student's.
-        is_students = self._trust is Trust.LOSS and torch.is_grad_enabled()
-        has_no_backward = self._trust is Trust.LOSS and not torch.is_grad_enabled()
-        is_in_doubt = self._store.saw_write if is_students else self._is_first
-        if is_in_doubt or has_no_backward:
+        if self._trust is Trust.LOSS:
+            # The first forward with gradients after a step is the student's: its backward uses what it made.
+            is_for_once = self._store.saw_write or not torch.is_grad_enabled()
+        else:
+            is_for_once = self._is_first
+        if is_for_once:
             self._store.use_once()
 
     # A copy of the model is another model, whose layers have a store of their own.
@@ -93,6 +94,42 @@ class ForwardGuard:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardGuard, (None,)
+
+
+class ForwardsMixin:
+    """
+    The part of a [`~qarl_trl.trainers.LowBitMixin`] that says which forwards are the trainer's own. It overrides
+    methods of the Trainer.
+
+    Attributes:
+        _guard: Of the policy; set when a trainer is made.
+    """
+
+    _guard: ForwardGuard
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's method. A user's loss may run the model with other weights."""
+        with self._guard.trusting(self._trust_of_loss()):
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's method, as [`training_step`]. Callbacks of an evaluation run outside of it."""
+        with self._guard.trusting(self._trust_of_loss()):
+            return super().prediction_step(*args, **kwargs)
+
+    def _trust_of_loss(self) -> Trust:
+        """How forwards of a loss go."""
+        return Trust.LOSS if method_of_user(self, OF_A_LOSS) else Trust.KEPT
+
+    def _trust_of_sampling(self) -> Trust:
+        """How forwards go where a trainer samples and scores."""
+        samples_by_user = self._is_of_user or getattr(self, "rollout_func", None) is not None
+        return Trust.LOOKED_AT if samples_by_user or method_of_user(self, OF_A_LOSS) else Trust.KEPT
+
+    @property
+    def _is_of_user(self) -> bool:
+        """Whether the class is a user's."""
+        return type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
 
 
 def method_of_user(trainer: Any, methods: tuple[str, ...]) -> str | None:

@@ -42,7 +42,7 @@ from ..validate import check_run
 from ..validate.rollouts import shares_engine
 from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
-from .forwards import OF_A_LOSS, ForwardGuard, Trust, method_of_user
+from .forwards import ForwardGuard, ForwardsMixin, Trust
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
 from .policy import quantize_policy
 from .sampling import check_end_tokens
@@ -53,7 +53,7 @@ from .settings import LowBitConfig
 logger = get_logger(__name__)
 
 
-class LowBitMixin(CheckpointMixin, SharingMixin):
+class LowBitMixin(ForwardsMixin, CheckpointMixin, SharingMixin):
     """
     The low-bit half of a trainer: `class MyTrainer(LowBitMixin, SFTTrainer)`, with a config that has [`LowBitConfig`].
 
@@ -192,23 +192,6 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
                 "if that is intended."
             )
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The Trainer's method. A user's loss may run the model with other weights."""
-        with self._guard.trusting(self._trust_of_loss()):
-            return super().training_step(*args, **kwargs)
-
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's method, as [`training_step`]. Callbacks of an evaluation run outside of it."""
-        with self._guard.trusting(self._trust_of_loss()):
-            return super().prediction_step(*args, **kwargs)
-
-    def _trust_of_loss(self) -> Trust:
-        return Trust.LOSS if method_of_user(self, OF_A_LOSS) else Trust.KEPT
-
-    def _trust_of_sampling(self) -> Trust:
-        is_of_user = self._is_of_user or method_of_user(self, OF_A_LOSS) is not None
-        return Trust.LOOKED_AT if is_of_user or getattr(self, "rollout_func", None) is not None else Trust.KEPT
-
     def _prepare_inputs(self, *args: Any) -> Any:
         """TRL's method, in which trainers sample, score samples and check a sync: no training of a layer."""
         before = self._rollout_buffer.micro_batches
@@ -234,11 +217,6 @@ class LowBitMixin(CheckpointMixin, SharingMixin):
         """
         if self._is_of_user and self.low_bit_store is not None:
             self.low_bit_store.weights_changed()
-
-    @property
-    def _is_of_user(self) -> bool:
-        """Whether the class is a user's."""
-        return type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
 
     def _calculate_rewards(self, *args: Any, **named: Any) -> Tensor:
         """

@@ -1,0 +1,57 @@
+"""
+Samples of master weights, to see that somebody wrote to them.
+
+A write through `param.data` leaves no trace. A sample sees what changes a weight as a whole, such as a merged adapter,
+noise, or the average that a callback puts in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .layers.layer import LowBitLayer
+
+
+# Numbers of each weight.
+SAMPLED = 64
+
+# By device and dtype.
+Samples = dict[Any, Tensor]
+
+
+def sample_weights(layers: Iterable[LowBitLayer], trained: bool) -> Samples:
+    """
+    Some numbers of the master weights of layers, and of the adapters in them.
+
+    Args:
+        layers: Those of a frozen base have no master weights, and are left out.
+        trained: Take the weights that need a gradient, or those that need none.
+    """
+    samples: dict[Any, list[Tensor]] = {}
+    for layer in layers:
+        if layer.frozen_weight is not None:
+            continue
+        module: Any = layer
+        for parameter in module.parameters():
+            if parameter.requires_grad == trained:
+                samples.setdefault((parameter.device, parameter.dtype), []).append(_sample(parameter))
+
+    # Not layer by layer: each comparison would wait for the GPU.
+    return {kind: torch.cat(of_kind) for kind, of_kind in samples.items()}
+
+
+def are_equal(before: Samples, now: Samples) -> bool:
+    """Whether two samples have the same numbers, of the same devices and dtypes."""
+    if before.keys() != now.keys():
+        return False
+    return all(torch.equal(sample, now[kind]) for kind, sample in before.items())
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """About `SAMPLED` numbers of a weight, at equal distances: a view."""
+    values = weight.detach().flatten()
+    return values[:: max(1, len(values) // SAMPLED)]
