@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..quant.kv_cache import from_cache, register_with_cache, with_cache
+from ..quant.kv_cache import from_cache, register_with_cache, with_cache, without_cache
 from ..quant.names import base_model
 
 
@@ -52,7 +52,7 @@ def attend_from_cache(model: nn.Module, cache_dtype: str) -> None:
         ValueError: if it has another attention.
     """
     causal_lm = base_model(model)
-    stock = causal_lm.config._attn_implementation
+    stock = without_cache(causal_lm.config._attn_implementation)
     name = with_cache(stock, cache_dtype)
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise ValueError(

@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from torch import nn
 
 from .gemms.gemm import GemmChoice, plain_gemm
+from .kv_cache import attend_without_cache
 from .layers.experts import QuantExperts
 from .layers.layer import LowBitLayer, quantized_modules
 from .layers.linear import QuantLinear
@@ -90,7 +91,8 @@ def apply_quantization(
 
 def remove_quantization(model: nn.Module) -> nn.Module:
     """
-    Give every low-bit layer of `model` its former class. Master weights do not change.
+    Give every low-bit layer of `model` its former class, and take its attention off an engine's FP8 cache. Master
+    weights do not change.
 
     Args:
         model: Modified in place.
@@ -108,6 +110,7 @@ def remove_quantization(model: nn.Module) -> nn.Module:
 
     for _, layer in layers:
         layer.restore()
+    attend_without_cache(model)
     return model
 
 

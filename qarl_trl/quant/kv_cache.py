@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+
+from .names import base_model
 
 
 # vLLM's names of caches in 8-bit floats, each with its format. Scales are 1, vLLM's default.
@@ -80,6 +82,26 @@ def from_cache(states: Tensor, cache_dtype: str) -> Tensor:
 def with_cache(name: str, cache_dtype: str) -> str:
     """The name of an attention implementation that rounds keys and values first; see [`register_with_cache`]."""
     return f"{name}_{cache_dtype}"
+
+
+def without_cache(name: str) -> str:
+    """The name of the implementation beside which `name` was registered; `name` itself if it does not round."""
+    for cache_dtype in FORMATS:
+        name = name.removesuffix(with_cache("", cache_dtype))
+    return name
+
+
+def attend_without_cache(model: nn.Module) -> None:
+    """
+    Make a model attend to keys and values as they are, whatever cache an earlier trainer had it attend from.
+
+    Args:
+        model: Any module, also inside of a `PeftModel`. One that does not round is left alone.
+    """
+    inner = base_model(model)
+    name = getattr(getattr(inner, "config", None), "_attn_implementation", None) or ""
+    if without_cache(name) != name:
+        inner.set_attn_implementation(without_cache(name))
 
 
 def register_with_cache(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:

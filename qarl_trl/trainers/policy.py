@@ -12,6 +12,7 @@ from .._compat.sharding import fit_to_zero3, is_zero3
 from ..cpu_exact.ops import use_engine_ops
 from ..learner.attention import attend_from_cache
 from ..quant.convert import apply_quantization
+from ..quant.kv_cache import attend_without_cache
 from ..quant.names import base_model, has_untied_head, untie
 from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head
@@ -51,5 +52,6 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
         use_engine_ops(model)
+    attend_without_cache(model)  # an earlier trainer's cache
     if args.aligned_cache is not None:  # after the choice of an attention
         attend_from_cache(model, args.aligned_cache)

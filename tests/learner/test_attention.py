@@ -13,7 +13,7 @@ from qarl_trl.learner.attention import (
     sequence_arguments,
     use_packed_attention,
 )
-from qarl_trl.quant.kv_cache import round_to_cache
+from qarl_trl.quant.kv_cache import attend_without_cache, round_to_cache
 
 
 # The mask of a packed row: without elements.
@@ -259,6 +259,28 @@ def test_after_the_block_the_attention_is_that_of_before(tiny_model):
     assert torch.equal(model(ids, use_cache=False).logits, before)
     assert torch.equal(unchanged, before)
     assert not torch.equal(inside, before)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_a_second_run_may_have_another_cache_or_none(tiny_model, packs):
+    """Of one model in a notebook."""
+    model = tiny_model()
+    if packs:
+        use_packed_attention(model)
+    ids = both_sequences()
+    before = model(ids, use_cache=False).logits
+
+    attend_from_cache(model, "fp8")
+    attend_from_cache(model, "fp8_e5m2")
+    second = model(ids, use_cache=False).logits
+    attend_without_cache(model)
+
+    assert torch.equal(model(ids, use_cache=False).logits, before)
+    # Control: the second cache rounds, and not after the first.
+    fresh = tiny_model()
+    attend_from_cache(fresh, "fp8_e5m2")
+    assert torch.equal(fresh(ids, use_cache=False).logits, second)
+    assert not torch.equal(second, before)
 
 
 def test_another_attention_has_no_cache(tiny_model):

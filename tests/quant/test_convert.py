@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from qarl_trl.learner.attention import attend_from_cache
 from qarl_trl.quant import apply_quantization, quantized_modules, remove_quantization
 from qarl_trl.quant.layers.linear import QuantLinear
 from quant.schemes import names_in
@@ -61,6 +62,7 @@ def test_names_parameters_and_state_dict_stay_as_they_were(tiny_model, kind, sch
 
 def test_removing_restores_the_model(tiny_model):
     model = apply_quantization(tiny_model(), "W4A16")
+    attend_from_cache(model, "fp8")
     # From the same seed, so it is the model as it was before.
     plain = tiny_model()
     quantized_logits = model(TOKENS).logits
