@@ -25,6 +25,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import custom_object_save
 
 from ..quant.layers.experts import QuantExperts, expert_modules
 from ..quant.layers.layer import LowBitLayer, quantized_modules
@@ -278,6 +279,9 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
     config.quantization_config = quant_config
     if has_untied_head(model):
         untie(config)
+    # The code of a model with `trust_remote_code` from a folder; that of its config comes with the config.
+    if getattr(model, "_auto_class", None) is not None:
+        custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
 
     if getattr(model, "generation_config", None) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from .card import has_low_bit_model
 from .card_edits import CARD, addressed
@@ -228,9 +230,27 @@ def model_files(folder: Path) -> dict[str, Path]:
     if _is_llmcompressor_recipe(folder / RECIPE):
         files.append(folder / RECIPE)
 
+    files += _code_files(folder)
     # transformers puts further templates of a tokenizer into this folder.
     files += sorted(folder.glob(f"{TEMPLATES}*.jinja"))
     return {file.relative_to(folder).as_posix(): file for file in files}
+
+
+def _code_files(folder: Path) -> list[Path]:
+    """The code of a model that loads with `trust_remote_code`. Other code beside it is the user's, and stays here."""
+    modules: set[Path] = set()
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+        for classes in content.get("auto_map", {}).values():
+            # A tokenizer has two classes, of which one may be missing.
+            for path in classes if isinstance(classes, list) else [classes]:
+                # "user/repository--module.Class" is the code of another repository.
+                if path and "--" not in path:
+                    modules.add(folder / f"{path.partition('.')[0]}.py")
+
+    present = [module for module in sorted(modules) if module.is_file()]
+    imported = [Path(file) for module in present for file in get_relative_import_files(module)]
+    return sorted({*present, *imported})
 
 
 def _is_llmcompressor_recipe(file: Path) -> bool:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model, make_vision_model
 from quant.schemes import NAMES, NVFP4, SCHEMES, copies, same_tensors
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig, dynamic_module_utils
 
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
@@ -273,6 +274,34 @@ def test_tokenizer_and_generation_config_are_beside_the_weights(model, tiny_toke
     assert AutoTokenizer.from_pretrained(tmp_path)("12+3=").input_ids == tiny_tokenizer("12+3=").input_ids
     assert GenerationConfig.from_pretrained(tmp_path).temperature == 0.7
     assert not list(tmp_path.glob(".*"))  # nothing of the writing is left
+
+
+def save_with_code(model, folder):
+    """Save a model as one of `trust_remote_code`, whose code lies in its folder."""
+    model.save_pretrained(folder)
+    name = type(model).__name__
+    (folder / "modeling_mine.py").write_text(
+        f"import transformers\n\nfrom .parts import NAME\n\n\nclass Mine(transformers.{name}):\n    name = NAME\n"
+    )
+    (folder / "parts.py").write_text('NAME = "mine"\n')
+    config = read_config(folder) | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_the_code_of_a_model_comes_with_its_weights(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    save_with_code(tiny_model(), tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", trust_remote_code=True)
+    assert type(model).__name__ == "Mine"
+
+    folder = save_low_bit(apply_quantization(model, "W4A16"), None, tmp_path / "low")
+
+    # Nothing but the folder itself is looked at.
+    shutil.rmtree(tmp_path / "start")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert (type(loaded).__name__, loaded.name) == ("Mine", "mine")
+    # Control: what loads without the code is another class.
+    assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ != "Mine"
 
 
 def test_without_a_quantized_layer_there_is_nothing_to_save(tiny_model, tmp_path):

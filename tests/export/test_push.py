@@ -178,6 +178,22 @@ def test_a_recipe_is_pushed_only_if_llmcompressor_wrote_it(low_bit, recipe, is_p
     assert ("recipe.yaml" in model_files(low_bit)) == is_pushed
 
 
+def test_code_that_the_configs_name_is_pushed_with_what_it_imports(low_bit):
+    names = {"AutoModelForCausalLM": "modeling_mine.Mine", "AutoConfig": "me/start--configuration_mine.MineConfig"}
+    of_tokenizer = {"AutoTokenizer": [None, "tokenization_mine.MineTokenizer"]}
+    for file, auto_map in (("config.json", names), ("tokenizer_config.json", of_tokenizer)):
+        content = json.loads((low_bit / file).read_text()) | {"auto_map": auto_map}
+        (low_bit / file).write_text(json.dumps(content))
+    before = model_files(low_bit).keys()
+
+    (low_bit / "modeling_mine.py").write_text("from .parts import NAME\n")
+    for name in ("parts", "tokenization_mine", "configuration_mine", "train"):
+        (low_bit / f"{name}.py").touch()
+
+    # The code of the config is in another repository; the script is the user's.
+    assert model_files(low_bit).keys() - before == {"modeling_mine.py", "parts.py", "tokenization_mine.py"}
+
+
 def test_copies_and_configs_of_a_user_are_not_pushed(low_bit):
     before = model_files(low_bit).keys()
 
