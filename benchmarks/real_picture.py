@@ -42,7 +42,13 @@ CARD = 23.5  # GiB of a 4090 that a process can use
 # The first four contrasts of `CHOICES`, and their names below the axis.
 COLUMNS = ("both\nrounded", "both by\nGPTQ", "both in\nbfloat16", "QaRL rounded,\nrollout-only\nby GPTQ")
 MARKS = {"GRPO": "o", "TBPO": "^"}
-SETTINGS = {"g64": "groups of 64", "channel": "one scale per channel", "stale": "8 updates a batch", "fp8": "float8"}
+SETTINGS = {
+    "g64": "groups of 64",
+    "channel": "one scale per channel",
+    "stale": "8 updates a batch",
+    "fp8": "float8",
+    "undistilled": "groups of 64, another start",
+}
 WIDTH = 0.6  # of the places of one column's dots
 
 

@@ -86,11 +86,11 @@ CHOICE_REGIMES = tuple(name for name in REGIMES if name != "distilled")
 # RL from the distilled start, as trained, against every way to a 4-bit model without it: regime, arm and model.
 RECOVERED = ("distilled", "QaRL GRPO", "low_bit")
 INSTEAD = (
+    ("rollout-only GRPO from the distilled start", ("distilled", "rollout-only GRPO", "low_bit")),
     ("bf16 GRPO, GPTQ", ("undistilled", "bf16 GRPO", "gptq")),
     ("bf16 GRPO, distilled again", ("undistilled", "bf16 GRPO", "again")),
     ("rollout-only GRPO, GPTQ", ("undistilled", "rollout-only GRPO", "gptq")),
     ("rollout-only GRPO, distilled again", ("undistilled", "rollout-only GRPO", "again")),
-    ("rollout-only GRPO from the distilled start", ("distilled", "rollout-only GRPO", "low_bit")),
     ("QaRL GRPO from the rounded start", ("undistilled", "QaRL GRPO", "low_bit")),
     ("QaRL GRPO from the rounded start, distilled again", ("undistilled", "QaRL GRPO", "again")),
 )
@@ -529,6 +529,25 @@ def instead_table() -> str:
     return markdown(["less", "seeds", "4 samples, points by seed", "mean", "greedy, points by seed", "mean"], rows)
 
 
+def ways_table() -> str:
+    """The 4-bit models of `RECOVERED` and of `INSTEAD` as they score, by the seeds of `RECOVERED`."""
+    seeds = [cell["seed"] for cell in cells_of(*RECOVERED[:2])]
+    rows = []
+    for words, (regime, arm, model) in (("QaRL GRPO from the distilled start", RECOVERED), *INSTEAD):
+        row = [words]
+        for greedy in (False, True):
+            scores = []
+            for seed in seeds:
+                cell = read_cell(regime, arm, seed)
+                is_there = cell is not None and is_scored(cell, model, greedy)
+                scores.append(percent(shares(cell, model, greedy)) if is_there else "not run")
+            row.append(", ".join(scores))
+        rows.append(row)
+
+    by_seed = f"by seed ({', '.join(map(str, seeds))})"
+    return markdown(["trained by", f"4 samples, %, {by_seed}", f"greedy, %, {by_seed}"], rows)
+
+
 def seeds_of_both(other: tuple[str, str, str]) -> dict[int, tuple[Cell, Cell]]:
     """
     The cells of `other` and of `RECOVERED`, by the seeds that have both.
@@ -572,6 +591,7 @@ def tables() -> dict[str, str]:
     if cells_of("undistilled", BEFORE) and cells_of("distilled", BEFORE):
         by_name["real: recovered"] = recovered_table()
         by_name["real: instead"] = instead_table()
+        by_name["real: ways"] = ways_table()
 
     for regime in REGIMES:
         if (real_arms.FOLDER / regime).exists():

@@ -12,7 +12,13 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model, make_vision_model
 from quant.schemes import NAMES, NVFP4, SCHEMES, copies, same_tensors
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig, dynamic_module_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    dynamic_module_utils,
+)
 
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
