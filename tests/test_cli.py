@@ -509,7 +509,7 @@ def test_export_names_a_template_that_an_earlier_model_left(checkpoint, tmp_path
     template.write_text("{{ messages }}")
     cli.main(["export", str(checkpoint), str(tmp_path / "out")])
 
-    assert f"{template} is of another model" in caplog.text
+    assert "chat_template.jinja of another tokenizer or processor" in caplog.text
     assert template.is_file()
 
 
@@ -520,6 +520,13 @@ def test_export_names_what_ignore_does_not_keep(checkpoint, tmp_path, capsys, pa
     cli.main(["export", str(checkpoint), str(tmp_path / "out"), "--ignore", "lm_head", pattern])
 
     assert ("--ignore: ['model.layers.0'] match no layer" in capsys.readouterr().out) == is_said
+
+
+@pytest.mark.parametrize(("other", "is_said"), [(r"re:.*k_porj$", True), (r"re:.*k_proj$", False)])
+def test_export_names_what_targets_do_not_match(checkpoint, tmp_path, capsys, other, is_said):
+    cli.main(["export", str(checkpoint), str(tmp_path / "out"), "--targets", r"re:.*q_proj$", other])
+
+    assert (f"--targets: [{other!r}] match no layer" in capsys.readouterr().out) == is_said
 
 
 def test_export_of_a_classifier_is_refused(tmp_path):

@@ -8,6 +8,8 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 from datasets import Dataset
 from lines import write_rows
@@ -456,6 +458,38 @@ def test_dates_of_rows_that_are_trained_on_as_they_are_stay_text(write):
 
     # Other columns stay as the reader has them: a resume compares them.
     assert row == dated | {"created": datetime(2024, 1, 5)}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_answers_of_a_column_with_few_bits_have_the_digits_of_the_column(tmp_path, dtype):
+    """Python reads 199.9 in 32 bits as 199.89999389648438, and no answer of a model is that."""
+    path = str(tmp_path / "set.parquet")
+    numbers = pyarrow.array(np.array([199.9, 0.1, 27.0], dtype))
+    lists = pyarrow.ListArray.from_arrays([0, 1, 2, 3], numbers)
+    problems = pyarrow.array(["a", "b", "c"])
+    table = pyarrow.table({"problem": problems, "answer": numbers, "solution": lists})
+    pyarrow.parquet.write_table(table, path)
+
+    for column in ("answer", "solution"):
+        answers = load_math_dataset(path, answer_column=column)["answer"]
+        assert answers == ["199.9", "0.1", "27"]
+    # Control.
+    assert math.isclose(199.9, load_rows(path, "train")[0]["answer"], rel_tol=1e-3)
+    assert load_rows(path, "train")[0]["answer"] != 199.9
+
+
+def test_texts_that_a_writer_stored_as_bytes_are_texts(tmp_path):
+    path = str(tmp_path / "set.parquet")
+    columns = {"problem": pyarrow.array([b"6 \xc2\xb7 7?"]), "answer": pyarrow.array([b"42"])}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+    (row,) = load_math_dataset(path)
+    assert (row["prompt"], row["answer"]) == (user("6 · 7?"), "42")
+
+    columns["answer"] = pyarrow.array([b"\xff"])
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    with pytest.raises(ValueError, match="must hold text in UTF-8"):
+        load_math_dataset(path)
 
 
 def test_answers_that_a_column_of_floats_may_have_shortened_are_said(write, caplog):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .files import load_rows, say_if_times
-from .rows import SLOT, as_written, completion_of, final_answer, prompt_of
+from .rows import SLOT, as_written, completion_of, final_answer, prompt_of, with_digits_of
 
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ _WRITTEN_BREAK = re.compile(
 )
 # Above it not every whole number is a float.
 _LARGEST_WHOLE = 2.0**53
+_LARGEST_WHOLE_OF = {"float16": 2.0**11, "float32": 2.0**24}
 
 
 def load_math_dataset(
@@ -78,13 +79,17 @@ def load_math_dataset(
     say_if_times(dataset, [problem_column, answer_column])
     _say_what_is_left_out(dataset, problem_column, conversational)
     _say_lost_digits(dataset, answer_column)
+    short_dtype = _short_dtype(dataset, answer_column)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         problem = as_written(row[problem_column])
         prompt = None
         if problem:
             prompt = prompt_of(problem, prompt_template, system_prompt, conversational)
-        return {"prompt": prompt, "answer": final_answer(row[answer_column])}
+        answer = row[answer_column]
+        if short_dtype is not None:
+            answer = with_digits_of(answer, short_dtype)
+        return {"prompt": prompt, "answer": final_answer(answer)}
 
     converted = _converted(dataset, convert, _features(conversational, ["prompt", "answer"]), "Reading problems")
     lacking = f"(split {split!r}) lack a problem in {problem_column!r} or an answer in {answer_column!r}"
@@ -194,14 +199,25 @@ def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool, i
         )
 
 
+def _short_dtype(dataset: Dataset, column: str) -> str | None:
+    """The dtype of a column of floats in 16 or 32 bits, or of lists of these; `None` for another column."""
+    feature = dataset.features[column]
+    # Lists of lists have a feature of a feature.
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    dtype = getattr(feature, "dtype", None)
+    return dtype if dtype in _LARGEST_WHOLE_OF else None
+
+
 def _say_lost_digits(dataset: Dataset, column: str) -> None:
     """Warn of whole numbers that a column of floats cannot hold: a reader makes one of ints and floats."""
+    largest = _LARGEST_WHOLE_OF.get(_short_dtype(dataset, column), _LARGEST_WHOLE)
     too_large = 0
     for value in dataset[column]:
-        too_large += isinstance(value, float) and _LARGEST_WHOLE < abs(value) < float("inf")
+        too_large += isinstance(value, float) and largest < abs(value) < float("inf")
     if too_large:
         logger.warning(
-            f"{too_large} of {len(dataset)} answers in {column!r} are floats above {_LARGEST_WHOLE:.0f}, and may have "
+            f"{too_large} of {len(dataset)} answers in {column!r} are floats above {largest:.0f}, and may have "
             "lost their last digits. Write answers as text."
         )
 

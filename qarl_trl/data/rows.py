@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+import numpy as np
+
 from ..boxes import last_boxes
 from ..rewards import text_of
 
@@ -110,9 +112,13 @@ def final_answer(reference: Any) -> str:
 
 def as_written(value: Any) -> Any:
     """
-    A value of a row, or the whole row, with dates as texts again, also in the messages of a chat.
+    A value of a row, or the whole row, with dates and bytes as texts again, also in the messages of a chat.
 
-    The time of a midnight is left out: pyarrow's reader of JSON makes it of a day.
+    The time of a midnight is left out: pyarrow's reader of JSON makes it of a day. Bytes are what some writers of
+    Parquet make of texts.
+
+    Raises:
+        ValueError: for bytes that are no text.
     """
     if isinstance(value, list):
         return [as_written(part) for part in value]
@@ -120,4 +126,26 @@ def as_written(value: Any) -> Any:
         return {name: as_written(part) for name, part in value.items()}
     if isinstance(value, datetime):
         return value.isoformat(sep=" ").removesuffix(" 00:00:00")
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"A binary column must hold text in UTF-8, got {value[:40]!r}.") from None
     return value
+
+
+def with_digits_of(value: Any, dtype: str) -> Any:
+    """
+    A number of a column in 16 or 32 bits, or a list of such, with the fewest digits that name it in its column.
+
+    Python's own floats have 64 bits: of 199.99 in 32 bits they are 199.99000549316406, an answer that nobody wrote.
+
+    Args:
+        value: What Python reads from the column.
+        dtype: The column's, `"float16"` or `"float32"`.
+    """
+    if isinstance(value, list):
+        return [with_digits_of(part, dtype) for part in value]
+    if value is None:
+        return None
+    return float(str(np.dtype(dtype).type(value)))

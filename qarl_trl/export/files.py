@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -278,15 +279,17 @@ def _sample(file: Path) -> bytes:
 
 def apply_umask(folder: Path) -> None:
     """
-    Give a folder's weight files the permissions that the umask says, as all other files have them.
+    Give a folder's weight files the permissions that the umask says, as all other files have them. Those of a user
+    and of other users stay as they are.
 
     Args:
         folder: Only files directly in it are changed, not those of sub-folders.
     """
     # safetensors 0.8 ignores the umask and lets only the owner read its files.
     mode = 0o666 & ~_umask()
-    for path in folder.glob("*.safetensors"):
-        path.chmod(mode)
+    for path in weight_files(folder):
+        with suppress(PermissionError):
+            path.chmod(mode)
 
 
 def _umask() -> int:

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,12 @@ _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 SCRATCH = ".incoming-"
 # The files of weights that transformers and vLLM read. Others are the user's ("model-backup.safetensors"), and stay.
 _MODEL_OR_INDEX = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+# What transformers and engines read of a tokenizer or processor.
+TOKENIZER_FILES = (
+    *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("tekken.json", "*.model", "chat_template.*", "additional_chat_templates/*.jinja"),
+    *("processor_config.json", "*preprocessor_config.json"),
+)
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
 
@@ -160,8 +166,11 @@ def save_low_bit(
         _save_configs(base_model(model), tokenizer, quant_config, folder)
         apply_umask(folder)
         flush(folder)
+        new_files = {str(file.relative_to(folder)) for file in folder.rglob("*")}
         _move_into_place(folder, path)
 
+    if tokenizer is not None:
+        _say_what_other_tokenizers_left(path, new_files)
     others = _other_weights(path)
     if others:
         logger.warning(
@@ -170,12 +179,23 @@ def save_low_bit(
             path,
             ", ".join(others),
         )
-    template = path / "chat_template.jinja"
-    if tokenizer is not None and getattr(tokenizer, "chat_template", None) is None and template.is_file():
-        logger.warning(
-            "%s is of another model, and an engine uses it: the tokenizer of this one has none. Delete it.", template
-        )
     return path
+
+
+def _say_what_other_tokenizers_left(path: Path, new_files: Collection[str]) -> None:
+    """Warn of files of a tokenizer that was saved in a folder before, if this one has not written them anew."""
+    present: set[str] = set()
+    for pattern in TOKENIZER_FILES:
+        present |= {str(file.relative_to(path)) for file in path.glob(pattern)}
+
+    leftovers = sorted(present - set(new_files))
+    if leftovers:
+        logger.warning(
+            "%s also holds %s of another tokenizer or processor, with which this model would be loaded and pushed: "
+            "its own does not have them. Delete them.",
+            path,
+            ", ".join(leftovers),
+        )
 
 
 def _other_weights(path: Path) -> list[str]:

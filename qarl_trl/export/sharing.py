@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from .files import ADAPTER_CONFIG, BASE_FOLDER
 from .low_bit import quantization_config
 from .outputs import Outputs, outputs_of
 from .push import name_of_output, open_repo, push
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,15 @@ class SharingMixin:
         replaced: dict[str, bytes] = {}
         if self.args.frozen and not self.args.from_checkpoint:
             base = self._push_base(commit_message, target)
-            replaced[ADAPTER_CONFIG] = self._adapter_config(base, target)
+            replaced[ADAPTER_CONFIG] = self._adapter_config(base, target.revision)
+        elif self.args.frozen and self._facts_of_base["base_id"] is None:
+            # The file on this machine names the folder.
+            replaced[ADAPTER_CONFIG] = self._adapter_config(self._frozen_base, None)
+            logger.warning(
+                f"{self.hub_model_id} gets the adapter alone, and its base is a folder of this machine: push that too "
+                f"(`qarl-trl push`), and put its repository in place of {self._frozen_base} in the adapter's "
+                f"{ADAPTER_CONFIG} and card."
+            )
         return self._push(self._model_output, self.hub_model_id, commit_message, replaced, target)
 
     def _open(self, repository: str, target: _Target) -> str:
@@ -187,12 +199,12 @@ class SharingMixin:
         self._push(folder, repository, commit_message, {}, target)
         return repository
 
-    def _adapter_config(self, base: str, target: _Target) -> bytes:
-        """The adapter's configuration for the Hub, where it names the base's repository."""
+    def _adapter_config(self, base: str, revision: str | None) -> bytes:
+        """The adapter's configuration for the Hub, where it names the base's repository and its branch."""
         # The file on this machine names the base's folder, so the files here and those on the Hub are independent.
         config = json.loads(Path(self.args.output_dir, ADAPTER_CONFIG).read_text())
         config["base_model_name_or_path"] = base
-        config["revision"] = target.revision
+        config["revision"] = revision
         return json.dumps(config, indent=2).encode()
 
     def _push(

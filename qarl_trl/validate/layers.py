@@ -75,6 +75,10 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         unused = unused_patterns(model, plan.ignore or ())
         if unused:
             logger.warning(f"quant_ignore: {words_of_unused(unused)}")
+        targets = [target for group in plan.config_groups.values() for target in group.targets]
+        missing = unused_layer_targets(model, targets)
+        if missing:
+            logger.warning(f"quant_targets or quant_recipe: {words_of_unused_targets(missing)}")
         _warn_of_merged(model)
 
     missing = [] if adapter is None else unused_targets(model, adapter)
@@ -113,6 +117,32 @@ def unused_patterns(model: nn.Module, ignore: Sequence[str]) -> list[str]:
     # Those of the default are for all models.
     of_user = [pattern for pattern in ignore if pattern not in DEFAULT_IGNORE]
     return [pattern for pattern in of_user if not any(match_targets(*pair, [pattern]) for pair in named)]
+
+
+def unused_layer_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """
+    Targets by which no layer is quantized. [`~qarl_trl.quant.apply_quantization`] raises only if a group has no other.
+
+    Args:
+        model: A quantized model.
+        targets: The names and patterns, of all groups.
+    """
+    linear = nn.Linear(1, 1, device="meta")
+    modules = list(checkpoint_modules(model))
+    quantized = [(name, linear) for name, module in modules if isinstance(module, LowBitLayer)]
+    for name, module in expert_modules(model):
+        if isinstance(module, QuantExperts):
+            for parameter in PROJECTIONS:
+                quantized += [(layer, linear) for layer in layer_names(name, module, parameter)]
+
+    names_of = names_for_patterns(model)
+    named = [(each, module) for name, module in quantized for each in names_of(name)]
+    return [target for target in targets if not any(match_targets(*pair, [target]) for pair in named)]
+
+
+def words_of_unused_targets(targets: Sequence[str]) -> str:
+    """What to say of [`unused_layer_targets`]."""
+    return f"{targets} match no layer that is quantized, so what they mean stays in high precision."
 
 
 def unused_targets(model: nn.Module, adapter: Any) -> list[str]:

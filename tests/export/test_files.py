@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.files import base_of, name_base
+from qarl_trl.export.files import apply_umask, base_of, name_base
 from qarl_trl.quant import apply_quantization
 
 
@@ -120,3 +120,16 @@ def test_a_base_is_a_repository_whatever_its_name(tmp_path, adapter):
     name_base(adapter, "org/base", "v2", tmp_path)
 
     assert base_of(adapter) == ("org/base", "v2")
+
+
+def test_weights_of_a_user_keep_their_permissions(tmp_path):
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "private.safetensors"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o600)
+
+    apply_umask(tmp_path)
+
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    # safetensors writes files that only their owner may read.
+    assert modes["model.safetensors"] == modes["model-00001-of-00002.safetensors"] == 0o644
+    assert modes["private.safetensors"] == 0o600

@@ -323,14 +323,22 @@ def test_an_adapter_is_pushed_with_the_base_that_its_run_quantized(hub, model, t
     assert "vllm serve me/toy-base" in hub.files("me/toy-base")["README.md"].decode()
 
 
-def test_beside_a_checkpoint_that_was_there_before_the_adapter_alone_is_pushed(hub, low_bit, tmp_path):
+def test_beside_a_checkpoint_that_was_there_before_the_adapter_alone_is_pushed(hub, low_bit, tmp_path, caplog):
     trainer = pushing(str(low_bit), tmp_path / "run", peft_config=adapter(), quant_scheme="checkpoint", **FROZEN)
     trainer.train()
     trainer.push_to_hub()
 
-    # No repository for a base: anybody can get it where the run got it.
+    # No repository for a base, which is not the run's. Where it lies on this machine is nobody's business, and helps
+    # nobody.
     assert hub.branches.keys() == {"me/toy"}
-    assert "adapter_model.safetensors" in hub.files("me/toy")
+    files = hub.files("me/toy")
+    assert "adapter_model.safetensors" in files
+    config = json.loads(files["adapter_config.json"])
+    assert config["base_model_name_or_path"] == f"path/to/{low_bit.name}"
+    assert "its base is a folder of this machine: push that too" in caplog.text
+    # Control: here the adapter loads.
+    here = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert here["base_model_name_or_path"] == str(low_bit)
 
 
 def test_a_script_names_another_branch_or_token_than_those_of_the_run(hub, model, tmp_path, monkeypatch):

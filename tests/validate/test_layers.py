@@ -145,6 +145,27 @@ def test_an_ignored_name_that_matches_nothing_is_said(tmp_path, caplog, tiny_mod
 
 
 @pytest.mark.parametrize(
+    ("kind", "pattern", "unused"),
+    [
+        ("qwen3", r"re:.*down_porj$", True),
+        ("qwen3", r"re:.*down_proj$", False),
+        ("qwen3_moe", r"re:.*experts\.\d+\.up_porj$", True),
+        ("qwen3_moe", r"re:.*mlp\.experts\..*", False),
+    ],
+)
+def test_a_target_that_matches_nothing_beside_others_is_said(tmp_path, caplog, tiny_model, kind, pattern, unused):
+    """The layer that was to be quantized would stay in high precision."""
+    tiny_model(kind, num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    args = config(tmp_path / "run", quant_targets=[r"re:.*[qkv]_proj$", pattern])
+
+    check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, None)
+
+    said = [record.message for record in caplog.records if "match no layer" in record.message]
+    assert len(said) == unused
+    assert not unused or str([pattern]) in said[0]
+
+
+@pytest.mark.parametrize(
     ("targets", "missing"),
     [
         (["q_proj", "down_prj"], "['down_prj']"),

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     from ...quant.names import is_peft_model
     from ...quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ...quant.source import check_index
-    from ...validate.layers import unused_patterns, words_of_unused
+    from ...validate.layers import unused_layer_targets, unused_patterns, words_of_unused, words_of_unused_targets
     from .frozen import distance_to_frozen, serving_the_two
     from .of_run import layers_of_run, say_if_trained_as_another_model
 
@@ -76,6 +76,9 @@ def main(argv: Sequence[str]) -> None:
     unused = unused_patterns(model, args.ignore or ())
     if unused:
         print(f"--ignore: {words_of_unused(unused)}")
+    missing = unused_layer_targets(model, args.targets)
+    if missing:
+        print(f"--targets: {words_of_unused_targets(missing)}")
 
     folder = save_low_bit(model, tokenizer, args.output)
     if trained is not None:

@@ -85,11 +85,16 @@ def cache_tokens(run: Run) -> int:
 
 def token_bytes(run: Run) -> int:
     """
-    Bytes of a token in the cache: keys and values for the heads of one engine rank.
+    Bytes of a token in the cache: keys and values for the heads of one engine rank. Of latent attention (MLA) each
+    rank has the one latent vector and the rotated part of the keys (vLLM 0.31, `MLAAttentionSpec`).
 
     Args:
         run: The run.
     """
+    latent = getattr(run.config, "kv_lora_rank", None)
+    if latent:
+        return run.cache_entry * run.config.num_hidden_layers * (latent + run.config.qk_rope_head_dim)
+
     all_heads = getattr(run.config, "num_key_value_heads", None) or run.config.num_attention_heads
     # With more ranks than heads vLLM gives several ranks a copy of the same head.
     heads = max(1, all_heads // run.engine_ranks)

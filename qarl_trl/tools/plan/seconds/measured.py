@@ -34,7 +34,8 @@ class Measured:
     @classmethod
     def from_log(cls, log: Sequence[Mapping[str, Any]], updates: int) -> Measured:
         """
-        The mean rollout batch of a run. The first, in which kernels compile and graphs are captured, is left out.
+        The mean rollout batch of a run. The first, in which kernels compile and graphs are captured, is left out, and
+        so is one that the log does not have to its end.
 
         Args:
             log: The rows of its log, each with a `step`.
@@ -43,26 +44,20 @@ class Measured:
         Raises:
             ValueError: if it has no times, or none after the first rollout batch.
         """
-        rows = []
-        end_of_line_before = 0
-        for row in log:
-            if "time/update" not in row:
-                continue
-            # A line has means over the steps since the one before it.
-            if end_of_line_before >= updates:
-                rows.append(row)
-            end_of_line_before = row["step"]
-        if not rows:
+        lines = _lines_of_whole_batches(log, updates)
+        if not lines:
             raise ValueError(
-                f"the log must have time/update of steps after step {updates} alone, the end of the first rollout "
-                "batch, and has none: let the run train longer."
+                f"the log must have time/update of a whole rollout batch after step {updates}, the end of the first "
+                f"one, and has none: let the run train longer, best with logging_steps that divide {updates}."
             )
 
         # Every step logs its times, 0 seconds for a rollout that is not in it. TRL logs means over steps.
+        rows = [row for row, _ in lines]
+        batches = sum(steps for _, steps in lines) / updates
         seconds = Parts(
-            rollout=updates * _mean(rows, "time/rollout"),
-            sync=updates * _mean(rows, "time/sync"),
-            update=updates * _mean(rows, "time/update"),
+            rollout=_sum(lines, "time/rollout") / batches,
+            sync=_sum(lines, "time/sync") / batches,
+            update=_sum(lines, "time/update") / batches,
         )
         if not (seconds.rollout and seconds.sync):
             raise ValueError("the log has no seconds of rollouts and syncs: it must be of a run with an engine.")
@@ -84,6 +79,34 @@ class Measured:
             self.seconds.sync / estimate.sync,
             self.seconds.update / estimate.update,
         )
+
+
+def _lines_of_whole_batches(log: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[Mapping[str, Any], int]]:
+    """
+    The lines of a log that together hold whole rollout batches, without the first, each with the steps that it covers.
+
+    A part of a batch has its rollout and not all of its updates.
+    """
+    lines: list[tuple[Mapping[str, Any], int]] = []
+    # How many of the lines hold whole batches.
+    whole = 0
+    end = 0
+    for row in log:
+        if "time/update" not in row:
+            continue
+        # A line has means over the steps since the one before it.
+        begin, end = end, row["step"]
+        begins_batch = begin >= updates and begin % updates == 0
+        if lines or begins_batch:
+            lines.append((row, end - begin))
+        if end % updates == 0:
+            whole = len(lines)
+    return lines[:whole]
+
+
+def _sum(lines: Sequence[tuple[Mapping[str, Any], int]], name: str) -> float:
+    """The sum of a metric over the steps of the lines that have it."""
+    return sum(float(row[name]) * steps for row, steps in lines if name in row)
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:

@@ -280,6 +280,17 @@ def test_a_measured_rollout_batch_is_the_mean_without_the_first():
         Measured.from_log(log_of(16, rollout=0.0), updates=8)
 
 
+@pytest.mark.parametrize("last", [17, 20, 31, 32, 41])
+def test_a_batch_that_a_log_has_in_part_is_left_out(last):
+    """It would have its rollout, and the mean over steps not all of its updates."""
+    run = Measured.from_log(log_of(last), updates=8)
+
+    assert run.seconds.rollout == pytest.approx(40.0)
+    assert run.seconds.sync == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="a whole rollout batch after step 8"):
+        Measured.from_log(log_of(15), updates=8)
+
+
 def test_a_line_that_has_the_first_rollout_batch_among_others_is_left_out():
     """With TRL's default of 10 steps a line, kernels that compiled in the first 8 were a part of the mean."""
     lines = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 from configs import field_names
 from peft import LoraConfig
+from transformers import PretrainedConfig
 
 from qarl_trl.tools.plan import model as meta
 from qarl_trl.tools.plan.gpus import GPUS, Gpu
@@ -117,6 +118,15 @@ def test_a_bf16_engine_reads_its_weights_and_its_cache_in_each_step():
     assert rollout_seconds(run, batch, ROUND, FREE) == pytest.approx(
         100 * (weights + cached + sampled) / 1e12 + prompt
     )
+
+
+def test_latent_attention_has_one_vector_of_a_token_on_each_rank():
+    """DeepSeek-V2-Lite: 27 layers, 512 numbers of the latent vector and 64 rotated ones, 2 bytes each."""
+    sizes = {"num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
+    run = replace(run_of("Qwen/Qwen3-8B"), config=PretrainedConfig(**sizes))
+
+    assert token_bytes(run) == 2 * 27 * (512 + 64)
+    assert token_bytes(replace(run, engine_ranks=8)) == token_bytes(run)
 
 
 def test_a_large_batch_is_bound_by_its_products():
