@@ -164,6 +164,7 @@ def test_the_config_is_that_of_its_trainer_and_of_trl(method):
         ("sft", "dataset_text_field", "body", "must have a column 'body'"),
         ("rloo", "loss_type", "tbpo", "loss_type is not a key of a recipe"),
         ("distill", "use_vllm", "true", "distill_on='answers' samples nothing"),
+        ("distill", "auto_find_batch_size", "true", "auto_find_batch_size must be False"),
         ("distill", "quantize_learner", "false", "the student equals its own start"),
         ("distill", "completion_column", "solution", "no solution. Set completion_column"),
         ("distill", "teacher_model_name_or_path", "no/such-teacher", "teacher_model='no/such-teacher' cannot be read"),

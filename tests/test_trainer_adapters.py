@@ -40,6 +40,15 @@ def test_lora_saves_the_adapter_and_beside_it_the_merged_low_bit_model(dense_mod
     assert "model.layers.0.mlp.down_proj.weight_packed" in changed(synced, base)
 
 
+def test_a_norm_that_a_script_makes_trainable_beside_the_adapter_is_refused(dense_model, tmp_path):
+    """No file of the adapter has it: a resumed run would begin with the base's. The trainer made the adapter."""
+    trainer = make(dense_model, tmp_path, adapter())
+    trainer.model.get_parameter("base_model.model.model.norm.weight").requires_grad = True
+
+    with pytest.raises(ValueError, match=r"trains 1 parameters beside its adapter, first '.*norm\.weight'"):
+        trainer.train()
+
+
 def test_the_low_bit_model_of_lora_loads_as_a_plain_model(dense_model, tmp_path):
     make(dense_model, tmp_path, adapter()).save_model()
 

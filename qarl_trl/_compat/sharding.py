@@ -7,6 +7,8 @@ import os
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 
@@ -154,3 +156,22 @@ def keep_gradients_sharded(accelerator: Any, args: Any) -> None:
     # Reduced gradients are sharded at once. It costs one reduction more for each further micro-batch.
     if accelerator.is_fsdp2 and "sync_each_batch" not in chosen:
         accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
+
+
+def reshard(model: nn.Module) -> None:
+    """
+    Give a model under FSDP2 its shards back, before somebody names or compares its parameters, or writes to them.
+
+    After a forward without a backward some modules keep whole parameters, which are other objects than their shards:
+    the output layer and the last norm, for which accelerate (1.15, `fsdp2_prepare_model`) sets
+    `reshard_after_forward=False`, or all of them where a user does. Until the next backward an optimizer that is made
+    of them trains nothing, and what is written to the shards counts for no forward.
+
+    Args:
+        model: Any model. One that FSDP2 does not shard is left alone.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -182,6 +182,11 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
     # Not every trainer of TRL has a reference model that follows the policy.
     if getattr(args, "sync_ref_model", False):
         raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
+    if getattr(args, "teacher_model_kind", None) == "ema":
+        raise ValueError(
+            "teacher_model_kind='ema' cannot be resumed: its teacher is in no checkpoint. Set it to 'base', or start "
+            "a new run with the checkpoint as the model."
+        )
     # transformers saves a dummy in place of an optimizer for each layer, and AdaLomo keeps its moments to itself.
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer.endswith("_layerwise") or optimizer == "adalomo":

@@ -18,6 +18,7 @@ from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .._compat.resuming import restore_default_adapter, restore_master_weights
+from .._compat.sharding import reshard
 from ..guards import on_first
 from ..quant.layers.experts import expert_modules
 from ..quant.names import file_conversions, is_peft_model
@@ -111,6 +112,8 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             stack.enter_context(signals.listening())
 
             self._forget_earlier_call()
+            # A script may have had the model answer. An optimizer must be made of its shards.
+            reshard(self._unwrapped)
             if self.optimizer is None:
                 # The next one is another.
                 self._made = None
@@ -203,6 +206,8 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         name = f"checkpoint-{self.state.global_step}"
         incoming = output_dir / INCOMING
 
+        # The optimizer has shards, and a signal may have come within an evaluation.
+        reshard(self._unwrapped)
         # The rest of a rollout batch needs the same micro-batches. Between two rollout batches they may change.
         facts = self._identity | {
             WITHIN_BATCH: self._rollout_buffer.in_batch,

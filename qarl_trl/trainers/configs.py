@@ -67,3 +67,9 @@ class LowBitDistillationConfig(LowBitConfig, DistillationConfig):
         super().__post_init__()
         if self.distill_on == "answers" and self.use_vllm:
             raise ValueError("distill_on='answers' samples nothing: set use_vllm: false, or distill_on: rollouts.")
+        # TRL refuses it in its trainers with rewards.
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size must be False: rows that were sampled for larger micro-batches would be trained "
+                "on twice or never. Set per_device_train_batch_size."
+            )

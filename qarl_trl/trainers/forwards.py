@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat.sharding import reshard
 from ..quant.store import LowBitStore
 
 
@@ -45,10 +46,12 @@ class ForwardGuard:
         self._is_doubtful = False
         # Whether the current forward is the first with these weights: they may be in place for it alone.
         self._is_first = False
+        self._model: nn.Module | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Look at the weights around each forward of the model."""
         if self._store is not None:
+            self._model = model
             model.register_forward_pre_hook(self.before)
             model.register_forward_hook(self.after)
 
@@ -66,6 +69,8 @@ class ForwardGuard:
 
     def _settle(self) -> None:
         """Before the trainer's own forwards: what others made in theirs is not used."""
+        if self._model is not None:
+            reshard(self._model)
         if self._is_doubtful and self._trust is Trust.KEPT and self._store is not None:
             self._store.weights_changed()
             self._is_doubtful = False
@@ -80,6 +85,9 @@ class ForwardGuard:
         """A hook after a forward: a backward that computes layers again has the weights that are back in place."""
         if self._store is None or self._trust is Trust.KEPT:
             return
+        # Other weights may be written to the shards before the next forward. A backward needs no more than these.
+        if self._model is not None and not torch.is_grad_enabled():
+            reshard(self._model)
         if self._trust is Trust.LOSS:
             # The first forward with gradients after a step is the student's: its backward uses what it made.
             is_for_once = self._store.saw_write or not torch.is_grad_enabled()

@@ -20,7 +20,7 @@ from trl.distributed import DistributedBackend
 from .. import guards
 from .._compat.construction import bind_arguments, construction, loads_by_name, streams_its_weights, trl_class
 from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
-from .._compat.sharding import keep_float32, keep_gradients_sharded
+from .._compat.sharding import keep_float32, keep_gradients_sharded, reshard
 from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
 from ..checkpoints.identity import identity_of
@@ -318,6 +318,7 @@ class LowBitMixin(ForwardsMixin, CheckpointMixin, SharingMixin):
 
     def _weights_may_differ(self) -> None:
         """Make low-bit weights again, and let TRL sync the engine before it samples, also within an optimizer step."""
+        reshard(self._unwrapped)
         if self.low_bit_store is not None:
             self.low_bit_store.forget()
         self._rollout_buffer.force_sync()

@@ -78,7 +78,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         targets = [target for group in plan.config_groups.values() for target in group.targets]
         missing = unused_layer_targets(model, targets)
         if missing:
-            logger.warning(f"quant_targets or quant_recipe: {words_of_unused_targets(missing)}")
+            logger.warning(f"quant_recipe: {words_of_unused_targets(missing)}")
         _warn_of_merged(model)
 
     missing = [] if adapter is None else unused_targets(model, adapter)

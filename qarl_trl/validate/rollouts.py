@@ -68,12 +68,17 @@ def check_processes(args: RunSettings, trainer_arguments: TrainerArguments) -> N
 
 
 def _check_batches(args: RunSettings) -> None:
-    """Refuse (`ValueError`) `dispatch_batches` where a batch is a list of rows with prompts, and not of tensors."""
+    """Refuse (`ValueError`) loaders that do not hand out prompts as TRL's sampler orders them."""
     has_rewards = hasattr(args, "num_generations")
     if has_rewards and args.accelerator_config.dispatch_batches:
         raise ValueError(
             "accelerator_config: dispatch_batches must be false, got true: accelerate hands out tensors alone, and a "
             "batch of GRPO or RLOO is a list of prompts."
+        )
+    if has_rewards and args.accelerator_config.split_batches and args.world_size > 1:
+        raise ValueError(
+            "accelerator_config: split_batches must be false with several processes, got true: TRL's sampler repeats "
+            "prompts for batches of per_device_train_batch_size on each process, and some would never be trained on."
         )
 
 

@@ -125,6 +125,10 @@ def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
         resume_path("true", args, {"model": "a", "world_size": 1})
     with pytest.raises(ValueError, match="sync_ref_model"):
         resume_path("true", config(tmp_path, sync_ref_model=True, beta=0.1))
+    averaged = config(tmp_path)
+    averaged.teacher_model_kind = "ema"  # of TRL's SDPO
+    with pytest.raises(ValueError, match="teacher_model_kind='ema' cannot be resumed"):
+        resume_path("true", averaged)
     for optimizer in ("adalomo", "galore_adamw_layerwise"):
         with pytest.raises(ValueError, match=f"{optimizer}.*its state is in no checkpoint"):
             resume_path("true", config(tmp_path, optim=optimizer))

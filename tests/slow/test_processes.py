@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 from slow.isolated import isolated_group
 from slow.processes import (
@@ -209,6 +211,55 @@ def test_uneven_shards_resume_bit_for_bit(tmp_path):
     low_bit = stored_tensors(half / "low_bit")
     for name, tensor in iter_low_bit_weights(_quantized(half)):
         assert torch.equal(low_bit[name], tensor)
+
+
+def _evaluate(model: str, folder: str) -> dict[str, Any]:
+    """A run that evaluates with other weights before it saves, and a second one by the same trainer."""
+    settings = {"use_vllm": False, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of_two(model, folder, True, optim_muon=True, seed=1, max_steps=2, **settings)
+    parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters
+    evaluated: list[bool] = []
+
+    class EvaluateHalved(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                for _, parameter in parameters():
+                    parameter.mul_(0.5)
+                trainer.evaluate(trainer.train_dataset.select(range(2)))
+                # Exact, as the halving was.
+                for _, parameter in parameters():
+                    parameter.mul_(2)
+            evaluated.append(all(isinstance(parameter, DTensor) for _, parameter in parameters()))
+
+    trainer.add_callback(EvaluateHalved())
+    trainer.train()
+    trained = whole_weights(trainer)
+
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.train()
+    again = whole_weights(trainer)
+    return {
+        "evaluated": evaluated,
+        "trained": as_arrays(trained),
+        "unchanged": [name for name in trained if torch.equal(trained[name], again[name])],
+    }
+
+
+def test_an_evaluation_leaves_the_shards_in_place(tmp_path):
+    """
+    FSDP2 keeps the last norm and the output layer whole after a forward without a backward. Then no checkpoint could
+    be resumed, a new optimizer trained them no more, and writes to the shards did not count.
+    """
+    model = save_model(tmp_path / "model", layers=1)
+
+    first, _ = isolated_group(_evaluate, 2, model, str(tmp_path / "run"))
+
+    assert first["evaluated"] == [True] * 4
+    assert first["unchanged"] == []
+    # A checkpoint after an evaluation has the digest of the optimizer's own parameters.
+    checkpoints = sorted((tmp_path / "run").glob("checkpoint-*"))
+    changes = {"use_vllm": False, "max_completion_length": 4, "max_steps": 4}
+    isolated_group(_resume, 2, model, str(tmp_path / "again"), str(checkpoints[0]), changes)
 
 
 def _quantized(path: str | Path) -> Any:

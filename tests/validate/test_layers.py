@@ -1,6 +1,7 @@
 """`qarl_trl.validate.layers`: layers and kernels that are refused without weights."""
 
 import pytest
+import yaml
 from configs import config
 from conftest import TINY
 from peft import LoraConfig
@@ -156,7 +157,10 @@ def test_an_ignored_name_that_matches_nothing_is_said(tmp_path, caplog, tiny_mod
 def test_a_target_that_matches_nothing_beside_others_is_said(tmp_path, caplog, tiny_model, kind, pattern, unused):
     """The layer that was to be quantized would stay in high precision."""
     tiny_model(kind, num_hidden_layers=1).save_pretrained(tmp_path / "model")
-    args = config(tmp_path / "run", quant_targets=[r"re:.*[qkv]_proj$", pattern])
+    recipe = tmp_path / "recipe.yaml"
+    modifier = {"targets": [r"re:.*[qkv]_proj$", pattern], "scheme": "W4A16", "ignore": ["lm_head"]}
+    recipe.write_text(yaml.safe_dump({"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}}))
+    args = config(tmp_path / "run", quant_recipe=str(recipe))
 
     check_layers(config_of(str(tmp_path / "model"), args), args.quant_plan(), args, None)
 
