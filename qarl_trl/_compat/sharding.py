@@ -175,3 +175,16 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def unsharded_class(model: nn.Module) -> type[nn.Module]:
+    """
+    The class of a model as its config names it. FSDP2 (torch 2.13) puts one of its own in place, such as
+    `FSDPLlamaForCausalLM`, which has `FSDPModule` and then the model's class as its bases.
+
+    Args:
+        model: Any model.
+    """
+    if isinstance(model, FSDPModule):
+        return type(model).__mro__[2]
+    return type(model)

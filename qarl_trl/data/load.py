@@ -211,7 +211,7 @@ def _short_dtype(dataset: Dataset, column: str) -> str | None:
 
 def _say_lost_digits(dataset: Dataset, column: str) -> None:
     """Warn of whole numbers that a column of floats cannot hold: a reader makes one of ints and floats."""
-    largest = _LARGEST_WHOLE_OF.get(_short_dtype(dataset, column), _LARGEST_WHOLE)
+    largest = _LARGEST_WHOLE_OF.get(_short_dtype(dataset, column) or "", _LARGEST_WHOLE)
     too_large = 0
     for value in dataset[column]:
         too_large += isinstance(value, float) and largest < abs(value) < float("inf")

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.dynamic_module_utils import custom_object_save
 
+from .._compat.sharding import unsharded_class
 from ..quant.layers.experts import QuantExperts, expert_modules
 from ..quant.layers.layer import LowBitLayer, quantized_modules
 from ..quant.match import names_for_patterns
@@ -45,11 +46,10 @@ _ROUTER_CLASS = re.compile(r"Router|Gating|Gate(?![a-z])")
 SCRATCH = ".incoming-"
 # The files of weights that transformers and vLLM read. Others are the user's ("model-backup.safetensors"), and stay.
 _MODEL_OR_INDEX = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-# What transformers and engines read of a tokenizer or processor.
+# What transformers and engines read of a tokenizer.
 TOKENIZER_FILES = (
     *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("tekken.json", "*.model", "chat_template.*", "additional_chat_templates/*.jinja"),
-    *("processor_config.json", "*preprocessor_config.json"),
 )
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 
@@ -191,8 +191,8 @@ def _say_what_other_tokenizers_left(path: Path, new_files: Collection[str]) -> N
     leftovers = sorted(present - set(new_files))
     if leftovers:
         logger.warning(
-            "%s also holds %s of another tokenizer or processor, with which this model would be loaded and pushed: "
-            "its own does not have them. Delete them.",
+            "%s also holds %s of another tokenizer, with which this model would be loaded and pushed: its own does "
+            "not have them. Delete them.",
             path,
             ", ".join(leftovers),
         )
@@ -295,13 +295,15 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
     # Of the tensors that lie beside it, whatever dtype the master weights have.
     config.dtype = torch.bfloat16
     # transformers' `save_pretrained` of a model would write the class; that of a config does not know it.
-    config.architectures = [type(model).__name__]
+    model_class = unsharded_class(model)
+    config.architectures = [model_class.__name__]
     config.quantization_config = quant_config
     if has_untied_head(model):
         untie(config)
     # The code of a model with `trust_remote_code` from a folder; that of its config comes with the config.
-    if getattr(model, "_auto_class", None) is not None:
-        custom_object_save(model, folder, config=config)
+    if getattr(model_class, "_auto_class", None) is not None:
+        # It asks for the class and its module, which are not those of a sharded model.
+        custom_object_save(model_class.__new__(model_class), folder, config=config)
     config.save_pretrained(folder)
 
     if getattr(model, "generation_config", None) is not None:

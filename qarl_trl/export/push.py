@@ -241,7 +241,9 @@ def _code_files(folder: Path) -> list[Path]:
     modules: set[Path] = set()
     for name in ("config.json", "tokenizer_config.json"):
         content = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
-        for classes in content.get("auto_map", {}).values():
+        # Old tokenizers have the list of their classes alone.
+        auto_map = content.get("auto_map") or {}
+        for classes in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
             # A tokenizer has two classes, of which one may be missing.
             for path in classes if isinstance(classes, list) else [classes]:
                 # "user/repository--module.Class" is the code of another repository.

@@ -96,9 +96,9 @@ def attend_without_cache(model: nn.Module) -> None:
     Make a model attend to keys and values as they are, whatever cache an earlier trainer had it attend from.
 
     Args:
-        model: Any module, also inside of a `PeftModel`. One that does not round is left alone.
+        model: Any module, also inside of a `PeftModel` or of DDP. One that does not round is left alone.
     """
-    inner = base_model(model)
+    inner = base_model(getattr(model, "module", model))
     name = getattr(getattr(inner, "config", None), "_attn_implementation", None) or ""
     if without_cache(name) != name:
         inner.set_attn_implementation(without_cache(name))

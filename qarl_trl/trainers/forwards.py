@@ -46,14 +46,30 @@ class ForwardGuard:
         self._is_doubtful = False
         # Whether the current forward is the first with these weights: they may be in place for it alone.
         self._is_first = False
-        self._model: nn.Module | None = None
+        self._shards: nn.Module | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Look at the weights around each forward of the model."""
         if self._store is not None:
-            self._model = model
             model.register_forward_pre_hook(self.before)
             model.register_forward_hook(self.after)
+
+    def watch_shards(self, model: nn.Module) -> None:
+        """
+        Give a model its shards back after forwards of others: weights may be written to them before the next one.
+
+        Args:
+            model: The whole model, with its adapter, after FSDP2 has sharded it. Only after the hooks of FSDP2, which
+                come before this one, no module is in its forward any more.
+        """
+        if self._shards is None:
+            self._shards = model
+            model.register_forward_hook(self._reshard)
+
+    def _reshard(self, *_: Any) -> None:
+        """A hook after a forward. Before a backward, FSDP2 needs what the forward has."""
+        if self._shards is not None and self._trust is not Trust.KEPT and not torch.is_grad_enabled():
+            reshard(self._shards)
 
     @contextmanager
     def trusting(self, trust: Trust) -> Iterator[None]:
@@ -69,8 +85,8 @@ class ForwardGuard:
 
     def _settle(self) -> None:
         """Before the trainer's own forwards: what others made in theirs is not used."""
-        if self._model is not None:
-            reshard(self._model)
+        if self._shards is not None:
+            reshard(self._shards)
         if self._is_doubtful and self._trust is Trust.KEPT and self._store is not None:
             self._store.weights_changed()
             self._is_doubtful = False
@@ -85,9 +101,6 @@ class ForwardGuard:
         """A hook after a forward: a backward that computes layers again has the weights that are back in place."""
         if self._store is None or self._trust is Trust.KEPT:
             return
-        # Other weights may be written to the shards before the next forward. A backward needs no more than these.
-        if self._model is not None and not torch.is_grad_enabled():
-            reshard(self._model)
         if self._trust is Trust.LOSS:
             # The first forward with gradients after a step is the student's: its backward uses what it made.
             is_for_once = self._store.saw_write or not torch.is_grad_enabled()

@@ -345,6 +345,8 @@ class LowBitMixin(ForwardsMixin, CheckpointMixin, SharingMixin):
         prepared = super()._prepare_for_training(*args)
         if store is not None:
             store.forget()  # the master weights may be shards now
+        if store is not None and self.accelerator.is_fsdp2:
+            self._guard.watch_shards(self._unwrapped)
         return prepared
 
     def _prepare_shards(self, store: LowBitStore) -> None:

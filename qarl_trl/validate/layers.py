@@ -77,7 +77,8 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
             logger.warning(f"quant_ignore: {words_of_unused(unused)}")
         targets = [target for group in plan.config_groups.values() for target in group.targets]
         missing = unused_layer_targets(model, targets)
-        if missing:
+        # A checkpoint may name parts that transformers does not build.
+        if missing and not args.from_checkpoint:
             logger.warning(f"quant_recipe: {words_of_unused_targets(missing)}")
         _warn_of_merged(model)
 

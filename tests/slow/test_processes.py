@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -237,6 +238,7 @@ def _evaluate(model: str, folder: str) -> dict[str, Any]:
 
     trainer.optimizer = trainer.lr_scheduler = None
     trainer.train()
+    trainer.save_model()
     again = whole_weights(trainer)
     return {
         "evaluated": evaluated,
@@ -256,6 +258,9 @@ def test_an_evaluation_leaves_the_shards_in_place(tmp_path):
 
     assert first["evaluated"] == [True] * 4
     assert first["unchanged"] == []
+    # Under FSDP2 the class of the model is another.
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["architectures"] == json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
     # A checkpoint after an evaluation has the digest of the optimizer's own parameters.
     checkpoints = sorted((tmp_path / "run").glob("checkpoint-*"))
     changes = {"use_vllm": False, "max_completion_length": 4, "max_steps": 4}

@@ -92,7 +92,8 @@ def token_bytes(run: Run) -> int:
         run: The run.
     """
     latent = getattr(run.config, "kv_lora_rank", None)
-    if latent:
+    # vLLM 0.31 caches whole heads of this family.
+    if latent and run.config.model_type != "minicpm3":
         return run.cache_entry * run.config.num_hidden_layers * (latent + run.config.qk_rope_head_dim)
 
     all_heads = getattr(run.config, "num_key_value_heads", None) or run.config.num_attention_heads
