@@ -37,10 +37,13 @@ def naming_config(models: Iterable[str]) -> Iterator[None]:
 
     Raises:
         ValueError: in place of an error about a model.
+        OSError: in place of an error of safetensors about the disk.
     """
     try:
         yield
     except Exception as error:
+        if _is_about_the_disk(error):
+            raise OSError(str(error)) from error
         if not _is_about_a_model(error):
             raise
         configs = [f"{model}/config.json" for model in models if os.path.isfile(f"{model}/config.json")]
@@ -73,6 +76,11 @@ def in_one_line(error: Exception, argv: Sequence[str]) -> str:
     if _class_names(error) & _ABOUT_A_FILE:
         return _with_paths(text, [word for word in argv if os.path.exists(word)])
     return text
+
+
+def _is_about_the_disk(error: Exception) -> bool:
+    """Whether safetensors got an error of the system, such as a full disk: it has no class of its own for them."""
+    return "SafetensorError" in _class_names(error) and re.search(r"\(os error \d+\)", str(error)) is not None
 
 
 def _is_about_a_model(error: Exception) -> bool:

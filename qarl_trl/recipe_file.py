@@ -11,6 +11,17 @@ import yaml
 
 
 _TEXT = "tag:yaml.org,2002:str"
+# Numbers as people and JSON write them. YAML 1.1 also reads 0123 as 83, 12:30 as 750 and 1_000 as 1000.
+_PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_PLAIN_SWITCH = re.compile(r"true|false", re.IGNORECASE)
+_PLAIN_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|nan)", re.IGNORECASE)
+# By the type that YAML finds. Of a date there is no plain form: a recipe has none.
+_WRITTEN_AS = {
+    "tag:yaml.org,2002:int": _PLAIN_NUMBER,
+    "tag:yaml.org,2002:float": _PLAIN_FLOAT,
+    "tag:yaml.org,2002:bool": _PLAIN_SWITCH,
+    "tag:yaml.org,2002:timestamp": re.compile(r"(?!)"),
+}
 # A token id, as a `logit_bias` has it. Of other numbers YAML takes several for one key: 1 and 01, 1e1 and 10.0.
 _WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]*")
 
@@ -88,6 +99,11 @@ def _check_plain(recipe: Path, text: str) -> None:
     content = yaml.compose(text, _Loader)
     for key in _keys_without_text(content):
         raise ValueError(f"--config {recipe} must have text as keys, and {key!r} is none in YAML: put it into quotes.")
+    for value in _values_that_yaml_changes(content):
+        raise ValueError(
+            f"--config {recipe} has {value} within a list or a mapping, which YAML does not read as it is written. "
+            "Put it into quotes if it is text; otherwise write it as a decimal number, or as true or false."
+        )
     for key in _repeated_keys(content):
         # YAML would take the last value.
         raise ValueError(f"--config {recipe} must have each key once, got {key} twice.")
@@ -103,6 +119,26 @@ def _keys_without_text(node: yaml.Node | None) -> Iterator[str]:
     for key, _ in node.value:
         if key.tag != _TEXT and not _WHOLE_NUMBER.fullmatch(str(key.value)):
             yield str(key.value)
+
+
+def _values_that_yaml_changes(content: yaml.Node | None) -> Iterator[str]:
+    """
+    The values within lists and mappings of which YAML makes something else than is written: `off` is False for it,
+    and 12:30 is 750. The values at the top are taken as they are written.
+    """
+    for value in _children(content):
+        for inner in _children(value):
+            yield from _changed_by_yaml(inner)
+
+
+def _changed_by_yaml(node: yaml.Node) -> Iterator[str]:
+    """The scalars of a node that are no plain text, number, boolean or null."""
+    for child in _children(node):
+        yield from _changed_by_yaml(child)
+
+    as_written = _WRITTEN_AS.get(node.tag)
+    if as_written is not None and not as_written.fullmatch(str(node.value)):
+        yield str(node.value)
 
 
 def _repeated_keys(node: yaml.Node | None) -> Iterator[str]:

@@ -12,10 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_model, make_tokenizer, make_vision_model
+from safetensors.torch import load_file, save_file
 
 from qarl_trl import cli
-from qarl_trl.errors import in_one_line
+from qarl_trl.errors import in_one_line, naming_config
 
 
 LIBRARIES = ("torch", "transformers", "trl", "vllm", "llmcompressor", "matplotlib", "datasets")
@@ -280,6 +282,23 @@ def test_an_error_about_a_file_names_the_files_of_the_command_line_once(tmp_path
     assert in_one_line(raised.value, argv).startswith(f"{file}: Expecting property name")
     # Control: an error that says more than the content needs no file.
     assert in_one_line(ValueError("title must be short"), argv) == "title must be short"
+
+
+def test_a_full_disk_is_not_blamed_on_a_config(checkpoint, tmp_path):
+    """safetensors has one class for damaged files and for errors of the system."""
+    limit, maximum = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        # Python ignores the signal, so a write fails.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, maximum))
+        with pytest.raises(OSError, match=r"os error 27") as raised, naming_config([str(checkpoint)]):
+            save_file({"weight": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, maximum))
+    assert "config.json" not in str(raised.value)
+
+    # Control: a file that is no safetensors.
+    with pytest.raises(ValueError, match=r"config\.json: SafetensorError"), naming_config([str(checkpoint)]):
+        load_file(checkpoint / "config.json")
 
 
 def test_a_crash_in_the_work_that_a_command_returns_keeps_its_traceback(monkeypatch):

@@ -116,6 +116,28 @@ def test_a_recipe_with_a_key_twice_is_refused(tmp_path, text):
     assert read_recipe(recipe).keys() == {"a", "x"}
 
 
+@pytest.mark.parametrize("written", ["12:30", "0123", "1_000", "0x1F", "off", "Yes", "2026-11-29", "1:30.5"])
+def test_a_value_that_yaml_reads_otherwise_than_it_is_written_is_refused(tmp_path, written):
+    """A system prompt's `12:30` would be 750, an option `off` would be False, and nobody would say so."""
+    recipe = tmp_path / "recipe.yaml"
+    for text in (f"x: {{a: {written}}}\n", f"x: [1, {written}]\n", f"x: [{{a: [{written}]}}]\n"):
+        recipe.write_text(text)
+        with pytest.raises(ValueError, match=f"recipe.yaml has {written} within a list or a mapping"):
+            read_recipe(recipe)
+
+    # Controls: in quotes, and at the top, where a value is taken as it is written.
+    recipe.write_text(f"x: {{a: '{written}'}}\ny: {written}\n")
+    assert read_recipe(recipe) == {"x": {"a": written}, "y": written}
+
+
+def test_plain_values_within_a_recipe_are_read_as_they_are_written(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("x: [0, -12, +3, 1.5, .5, 5., 1e-7, -1.0E+3, true, False, null, ~, text, 1.2.3, q_proj, '']\n")
+
+    numbers = [0, -12, 3, 1.5, 0.5, 5.0, 1e-7, -1000.0]
+    assert read_recipe(recipe) == {"x": [*numbers, True, False, None, None, "text", "1.2.3", "q_proj", ""]}
+
+
 def test_a_recipe_that_merges_is_refused(tmp_path):
     """YAML would put the merged keys before the others."""
     recipe = tmp_path / "recipe.yaml"

@@ -12,12 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import yaml
 from safetensors import SafetensorError, safe_open
 
 
 # The files that vLLM reads. A Hub repository may hold a second copy of the weights in another format.
 READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 ADAPTER_CONFIG = "adapter_config.json"
+# What llm-compressor did to a model. A user's recipe of a run has this name too, and may hold a token.
+RECIPE = "recipe.yaml"
 # The trained low-bit model, beside its master weights or its adapter.
 LOW_BIT_FOLDER = "low_bit"
 # The frozen low-bit base of an adapter.
@@ -247,6 +250,28 @@ def weight_files(folder: Path) -> list[Path]:
         The files in the order of their names. Copies that a user made beside them are left out.
     """
     return sorted(file for file in folder.glob("*.safetensors") if _MODEL_OR_ADAPTER.fullmatch(file.name))
+
+
+def is_llmcompressor_recipe(file: Path) -> bool:
+    """
+    Find out whether a file is what llm-compressor writes beside a model: stages of modifiers, and nothing else.
+
+    Args:
+        file: The file. One that is missing or no YAML is none.
+    """
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    if not (isinstance(content, dict) and content):
+        return False
+
+    for stage, groups in content.items():
+        if not (str(stage).endswith("_stage") and isinstance(groups, dict)):
+            return False
+        if not all(str(group).endswith("_modifiers") for group in groups):
+            return False
+    return True
 
 
 def digest(files: Iterable[Path]) -> str:

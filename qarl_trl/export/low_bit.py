@@ -36,7 +36,7 @@ from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
 from ..quant.source import INDEX
 from ..quant.store import iter_low_bit_weights
-from .files import ADAPTER_CONFIG, apply_umask, flush, weight_files
+from .files import ADAPTER_CONFIG, RECIPE, apply_umask, flush, is_llmcompressor_recipe, weight_files
 
 
 logger = logging.getLogger(__name__)
@@ -171,6 +171,14 @@ def save_low_bit(
 
     if tokenizer is not None:
         _say_what_other_tokenizers_left(path, new_files)
+    # A model of llm-compressor was here before. The new one has no recipe, unless a user put it there for it.
+    if is_llmcompressor_recipe(path / RECIPE):
+        logger.warning(
+            "%s also holds %s of llm-compressor, which says how another model was quantized, and which a push would "
+            "share with this one. Delete it.",
+            path,
+            RECIPE,
+        )
     others = _other_weights(path)
     if others:
         logger.warning(

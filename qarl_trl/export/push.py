@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .card import has_low_bit_model
 from .card_edits import CARD, addressed
-from .files import weight_files
+from .files import RECIPE, is_llmcompressor_recipe, weight_files
 
 
 # The files of a model repository, besides its weights. A push leaves out pickles, logs, training state and all else.
@@ -40,8 +40,8 @@ MODEL_FILES = (
     "*.model",
     "README.md",
 )
-# A user's recipe has this name too, and may hold a token.
-RECIPE = "recipe.yaml"
+# Of these, the files that name code in `auto_map`.
+NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 # A push deletes such files if the new model lacks them, and other `MODEL_FILES`, too: an engine would load them.
 TEMPLATES = "additional_chat_templates/"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
@@ -144,6 +144,9 @@ def push(
         present = api.list_repo_files(name, revision=revision)
         changes: list[Any] = [CommitOperationAdd(there, here) for there, here in files.items()]
         changes += [CommitOperationDelete(file) for file in present if _is_stale(file, files)]
+        if RECIPE in present and RECIPE not in files and _holds_llmcompressor_recipe(api, name, revision):
+            # It would say of the new model how another one was quantized.
+            changes.append(CommitOperationDelete(RECIPE))
         # `upload_folder` may make several commits: a download between two of them would get half a model.
         return api.create_commit(name, changes, commit_message=message, revision=revision)
 
@@ -161,6 +164,13 @@ def _ways_on(folder: Path | None, name: str, revision: str | None) -> str:
     else:
         retry = "trainer.push_to_hub(), or `qarl-trl train` with resume_from_checkpoint: auto,"
     return f" Nothing is lost: the model is in {folder}; {retry} tries again."
+
+
+def _holds_llmcompressor_recipe(api: HfApi, name: str, revision: str | None) -> bool:
+    """Whether the recipe in a repository is one of llm-compressor. Any other file of this name is the user's."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = api.hf_hub_download(name, RECIPE, revision=revision, local_dir=folder)
+        return is_llmcompressor_recipe(Path(file))
 
 
 def _is_stale(file: str, pushed: Collection[str]) -> bool:
@@ -227,7 +237,7 @@ def model_files(folder: Path) -> dict[str, Path]:
 
     others = [file for file in sorted(folder.iterdir()) if file.is_file() and _matches(file.name, MODEL_FILES)]
     files = [*weights, *others]
-    if _is_llmcompressor_recipe(folder / RECIPE):
+    if is_llmcompressor_recipe(folder / RECIPE):
         files.append(folder / RECIPE)
 
     files += _code_files(folder)
@@ -239,7 +249,7 @@ def model_files(folder: Path) -> dict[str, Path]:
 def _code_files(folder: Path) -> list[Path]:
     """The code of a model that loads with `trust_remote_code`. Other code beside it is the user's, and stays here."""
     modules: set[Path] = set()
-    for name in ("config.json", "tokenizer_config.json"):
+    for name in NAME_CODE:
         content = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
         # Old tokenizers have the list of their classes alone.
         auto_map = content.get("auto_map") or {}
@@ -253,23 +263,6 @@ def _code_files(folder: Path) -> list[Path]:
     present = [module for module in sorted(modules) if module.is_file()]
     imported = [Path(file) for module in present for file in get_relative_import_files(module)]
     return sorted({*present, *imported})
-
-
-def _is_llmcompressor_recipe(file: Path) -> bool:
-    """Whether a file is what llm-compressor writes beside a model: stages of modifiers, and nothing else."""
-    try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    if not (isinstance(content, dict) and content):
-        return False
-
-    for stage, groups in content.items():
-        if not (str(stage).endswith("_stage") and isinstance(groups, dict)):
-            return False
-        if not all(str(group).endswith("_modifiers") for group in groups):
-            return False
-    return True
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.layers.layer import check_late_adapters
 from ..quant.names import is_peft_model
 from ..quant.store import LowBitStore
@@ -24,9 +23,7 @@ class TellStore(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = kwargs["model"]
         check_late_adapters(model)
-        # Shards have no addresses by which this could compare.
-        is_sharded = fsdp_settings(args) is not None or is_zero3(args)
-        if is_peft_model(model) and not is_sharded:
+        if is_peft_model(model):
             # A script may have made a norm or an embedding trainable, after the trainer had made the adapter.
             check_saved(model)
         self._store.forget()  # a checkpoint may have been loaded

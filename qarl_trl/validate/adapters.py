@@ -111,12 +111,14 @@ def check_saved(model: Any) -> None:
 
     from peft import get_peft_model_state_dict  # optional, so only here
 
+    # The parameters themselves, because shards of them have no addresses to compare.
+    state = model.state_dict(keep_vars=True)
     saved: set[int] = set()
     for adapter in model.peft_config:
         # It has embeddings that were resized, too.
-        tensors = get_peft_model_state_dict(model, adapter_name=adapter)
-        saved.update(tensor.data_ptr() for tensor in tensors.values())
-    lost = [name for name in others if trained[name].data_ptr() not in saved]
+        parameters = get_peft_model_state_dict(model, state, adapter_name=adapter)
+        saved.update(map(id, parameters.values()))
+    lost = [name for name in others if id(trained[name]) not in saved]
     if lost:
         raise ValueError(
             f"The PeftModel trains {len(lost)} parameters beside its adapter, first {lost[0]!r}, which no file of the "

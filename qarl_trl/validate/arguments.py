@@ -54,6 +54,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         )
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
+    _check_checkpointing(args)
     # A server reports nothing, and its machine may lack the tracker.
     if "model" in trainer_arguments:
         _check_trackers(args)
@@ -146,6 +147,19 @@ def _check_optimizer(args: RunSettings) -> None:
     # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
     if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
+
+
+def _check_checkpointing(args: RunSettings) -> None:
+    """Refuse (`ValueError`) ways of gradient checkpointing that fail in the first step of a trainer with rewards."""
+    # Its rollouts switch it off and on again (`disable_gradient_checkpointing`, TRL 1.16), and then these arguments of
+    # the Trainer go to torch's function, which does not have them.
+    chosen = args.gradient_checkpointing_kwargs or {}
+    of_trainer = sorted({"every_n_layers", "offload"} & set(chosen))
+    if of_trainer and args.gradient_checkpointing and hasattr(args, "num_generations"):
+        raise ValueError(
+            f"gradient_checkpointing_kwargs must not have {of_trainer} in a trainer with rewards: TRL would give them "
+            "to torch, which does not know them. Leave them out."
+        )
 
 
 def _check_trackers(args: RunSettings) -> None:

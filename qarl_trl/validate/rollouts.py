@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from trl import DistillationConfig
+
 from .types import RunSettings, TrainerArguments
 
 
@@ -69,13 +71,18 @@ def check_processes(args: RunSettings, trainer_arguments: TrainerArguments) -> N
 
 def _check_batches(args: RunSettings) -> None:
     """Refuse (`ValueError`) loaders that do not hand out prompts as TRL's sampler orders them."""
-    has_rewards = hasattr(args, "num_generations")
-    if has_rewards and args.accelerator_config.dispatch_batches:
+    # The trainers whose batches are lists of prompts, and whose sampler (`trl.trainer.utils.RepeatSampler`) repeats
+    # them for every turn of a rollout batch.
+    has_sampler = hasattr(args, "num_generations") or isinstance(args, DistillationConfig)
+    if not has_sampler:
+        return
+
+    if args.accelerator_config.dispatch_batches:
         raise ValueError(
             "accelerator_config: dispatch_batches must be false, got true: accelerate hands out tensors alone, and a "
-            "batch of GRPO or RLOO is a list of prompts."
+            "batch here is a list of prompts."
         )
-    if has_rewards and args.accelerator_config.split_batches and args.world_size > 1:
+    if args.accelerator_config.split_batches and args.world_size > 1:
         raise ValueError(
             "accelerator_config: split_batches must be false with several processes, got true: TRL's sampler repeats "
             "prompts for batches of per_device_train_batch_size on each process, and some would never be trained on."

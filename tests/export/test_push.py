@@ -178,20 +178,54 @@ def test_a_recipe_is_pushed_only_if_llmcompressor_wrote_it(low_bit, recipe, is_p
     assert ("recipe.yaml" in model_files(low_bit)) == is_pushed
 
 
+@pytest.mark.parametrize(
+    # Names of their own: this server has one id for each repository, by which the client keeps its files.
+    ("name", "recipe", "stays"),
+    [("me/quantized", LLMCOMPRESSOR_RECIPE, False), ("me/users", "output_dir: runs/x\n", True)],
+)
+def test_a_recipe_of_an_earlier_model_does_not_stay(hub, low_bit, name, recipe, stays):
+    """It would say that llm-compressor quantized the new model. Another file of this name is the user's."""
+    open_repo(name)
+    hub.files(name)["recipe.yaml"] = recipe.encode()
+
+    push(low_bit, name, "trained")
+
+    assert ("recipe.yaml" in hub.files(name)) == stays
+
+
+def test_a_recipe_of_an_earlier_model_in_the_folder_is_said(low_bit, tiny_model, caplog):
+    (low_bit / "recipe.yaml").write_text("output_dir: runs/x\n")
+    save_low_bit(apply_quantization(tiny_model(dtype=torch.bfloat16), "W4A16"), None, low_bit)
+    assert "recipe.yaml" not in caplog.text  # control: a user's file
+
+    (low_bit / "recipe.yaml").write_text(LLMCOMPRESSOR_RECIPE)
+    save_low_bit(apply_quantization(tiny_model(dtype=torch.bfloat16), "W4A16"), None, low_bit)
+
+    assert "recipe.yaml of llm-compressor" in caplog.text
+
+
 def test_code_that_the_configs_name_is_pushed_with_what_it_imports(low_bit):
     names = {"AutoModelForCausalLM": "modeling_mine.Mine", "AutoConfig": "me/start--configuration_mine.MineConfig"}
-    of_tokenizer = {"AutoTokenizer": [None, "tokenization_mine.MineTokenizer"]}
-    for file, auto_map in (("config.json", names), ("tokenizer_config.json", of_tokenizer)):
+    auto_maps = {
+        "config.json": names,
+        "tokenizer_config.json": {"AutoTokenizer": [None, "tokenization_mine.MineTokenizer"]},
+        "processor_config.json": {"AutoProcessor": "processing_mine.MineProcessor"},
+        "preprocessor_config.json": {"AutoImageProcessor": "image_processing_mine.MineImageProcessor"},
+    }
+    (low_bit / "processor_config.json").write_text("{}")
+    (low_bit / "preprocessor_config.json").write_text("{}")
+    for file, auto_map in auto_maps.items():
         content = json.loads((low_bit / file).read_text()) | {"auto_map": auto_map}
         (low_bit / file).write_text(json.dumps(content))
     before = model_files(low_bit).keys()
 
     (low_bit / "modeling_mine.py").write_text("from .parts import NAME\n")
-    for name in ("parts", "tokenization_mine", "configuration_mine", "train"):
-        (low_bit / f"{name}.py").touch()
+    of_auto_maps = {f"{part}_mine.py" for part in ("tokenization", "processing", "image_processing")}
+    for name in ("parts.py", "configuration_mine.py", "train.py", *of_auto_maps):
+        (low_bit / name).touch()
 
     # The code of the config is in another repository; the script is the user's.
-    assert model_files(low_bit).keys() - before == {"modeling_mine.py", "parts.py", "tokenization_mine.py"}
+    assert model_files(low_bit).keys() - before == {"modeling_mine.py", "parts.py", *of_auto_maps}
 
 
 def test_copies_and_configs_of_a_user_are_not_pushed(low_bit):

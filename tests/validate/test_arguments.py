@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import DPOConfig
 
-from qarl_trl import LowBitDistillationConfig, QaRLConfig, QaRLTrainer
+from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, QaRLConfig, QaRLTrainer
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
 from qarl_trl.trainers import LowBitConfig
@@ -33,6 +33,18 @@ def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads
     # Control: without quantization it is TRL's own business.
     without_quantization = config(tmp_path, quant_scheme="none", **changes)
     check_arguments("no/such-model", without_quantization, kwargs)
+
+
+@pytest.mark.parametrize("changes", [{"every_n_layers": 2}, {"offload": True, "use_reentrant": False}])
+def test_checkpointing_that_fails_after_the_first_rollouts_is_refused(tmp_path, changes):
+    args = config(tmp_path, gradient_checkpointing_kwargs=changes)
+    with pytest.raises(ValueError, match=f"must not have .*{next(iter(changes))}.* in a trainer with rewards"):
+        check_arguments("org/model", args, {})
+
+    # Controls: an argument of torch's, and a trainer that never switches checkpointing off.
+    check_arguments("org/model", config(tmp_path, gradient_checkpointing_kwargs={"use_reentrant": False}), {})
+    without_rewards = LowBitSFTConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing_kwargs=changes)
+    check_arguments("org/model", without_rewards, {})
 
 
 def test_a_threshold_for_a_mismatch_that_nothing_measures_is_refused(tmp_path):
