@@ -20,7 +20,7 @@ from trl.distributed import DistributedBackend
 from .. import guards
 from .._compat.construction import bind_arguments, construction, loads_by_name, streams_its_weights, trl_class
 from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
-from .._compat.sharding import keep_float32, keep_gradients_sharded, reshard
+from .._compat.sharding import reshard
 from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
 from ..checkpoints.identity import identity_of
@@ -48,12 +48,13 @@ from .policy import quantize_policy
 from .sampling import check_end_tokens
 from .setting_checks import check_order
 from .settings import LowBitConfig
+from .shards import ShardsMixin
 
 
 logger = get_logger(__name__)
 
 
-class LowBitMixin(ForwardsMixin, CheckpointMixin, SharingMixin):
+class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
     """
     The low-bit half of a trainer: `class MyTrainer(LowBitMixin, SFTTrainer)`, with a config that has [`LowBitConfig`].
 
@@ -309,6 +310,7 @@ class LowBitMixin(ForwardsMixin, CheckpointMixin, SharingMixin):
     @contextmanager
     def _weights_as_they_are(self) -> Iterator[None]:
         """Use no low-bit weights of before in the block, and none of the block after it."""
+        self._check_sharded()
         # Twice: the engine must not answer with weights of before, nor afterwards with those of the evaluation.
         self._weights_may_differ()
         try:
@@ -322,46 +324,6 @@ class LowBitMixin(ForwardsMixin, CheckpointMixin, SharingMixin):
         if self.low_bit_store is not None:
             self.low_bit_store.forget()
         self._rollout_buffer.force_sync()
-
-    # Accelerate and the Trainer --------------------------------------------------------------------------------------
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's method; under FSDP2 outputs stay float32 and gradients stay sharded."""
-        super().create_accelerator_and_postprocess()
-        keep_float32(self.accelerator)
-        keep_gradients_sharded(self.accelerator, self.args)
-
-    def _prepare_for_training(self, *args: Any) -> tuple:
-        """
-        The Trainer's method, in which FSDP2 shards the model; from then on it gathers quantized values of low-bit
-        weights.
-        """
-        store = self.low_bit_store
-
-        # Before the method shards the parameters: FSDP2 takes from their class what it gathers.
-        if store is not None and self.accelerator.is_fsdp2:
-            self._prepare_shards(store)
-
-        prepared = super()._prepare_for_training(*args)
-        if store is not None:
-            store.forget()  # the master weights may be shards now
-        if store is not None and self.accelerator.is_fsdp2:
-            self._guard.watch_shards(self._unwrapped)
-        return prepared
-
-    def _prepare_shards(self, store: LowBitStore) -> None:
-        device = self.accelerator.device
-        if self.args.frozen:  # no shards of it: each process has the whole base
-            frozen: Any = store.layers()
-            for _, layer in frozen:
-                layer.move_to(device)
-            return
-
-        # Without RAM-efficient loading torch moves each parameter to the GPU by `param.data = ...` when it shards it.
-        if self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-            mesh = self.accelerator.parallelism_config  # HSDP: the processes of a node share one copy of the weights
-            ranks = mesh.dp_shard_size if mesh else self.args.world_size
-            store.gather_quantized(ranks, device)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | float | None = None) -> Tensor | float | None:
         """The Trainer's method, called before each update; a norm that is NaN or infinite stops the run."""

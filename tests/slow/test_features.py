@@ -16,7 +16,7 @@ import torch
 from learner.test_features import SMALL, Gradients, apart, assert_equal_runs, make, plain_losses, tokens_of, train
 from transformers import TrainerCallback
 
-from qarl_trl.trainers import low_bit
+from qarl_trl.trainers import shards
 from slow.isolated import isolated_group
 from slow.processes import FSDP2, as_arrays, as_tensors, same, shard_on_cpu
 from slow.toys import save_model
@@ -152,10 +152,10 @@ def _accumulate(model: str, folder: str, how: str) -> dict[str, Any]:
     if how != "ours":
         # Whole gradients stay until the last micro-batch: the fewest communications, and the most memory.
         changes["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": False}}
-    keep_float32 = low_bit.keep_float32
+    keep_float32 = shards.keep_float32
     if how == "accelerate's own":
         keep_float32 = _keep_only_outputs_float32
-    with patch.object(low_bit, "keep_float32", keep_float32):
+    with patch.object(shards, "keep_float32", keep_float32):
         trainer = make(model, Path(folder) / how, **changes)
 
     gradients = Gradients()

@@ -233,6 +233,9 @@ def _evaluate(model: str, folder: str) -> dict[str, Any]:
             evaluated.append(all(isinstance(parameter, DTensor) for _, parameter in parameters()))
 
     trainer.add_callback(EvaluateHalved())
+    with pytest.raises(ValueError, match=r"Call train\(\) first, or set eval_on_start"):
+        trainer.evaluate(trainer.train_dataset.select(range(2)))
+
     trainer.train()
     trained = whole_weights(trainer)
 
@@ -317,6 +320,26 @@ def _save_adapter(model: str, folder: str, lora_base: str) -> dict[str, np.ndarr
     return trained
 
 
+def _train_a_norm(model: str, folder: str) -> str:
+    """What a run says of a norm that a script makes trainable beside the adapter."""
+    trainer = trainer_of_two(model, folder, True, peft_config=random_adapter(), use_vllm=False)
+    trainer.model.get_parameter("base_model.model.model.norm.weight").requires_grad = True
+
+    with pytest.raises(ValueError) as error:
+        trainer.train()
+    return str(error.value)
+
+
+def test_a_norm_beside_a_sharded_adapter_is_refused(tmp_path):
+    """No file of the adapter has it. Its shards have no addresses by which to look for it there."""
+    model = save_model(tmp_path / "model", layers=1)
+
+    messages = isolated_group(_train_a_norm, 2, model, str(tmp_path / "run"))
+
+    for message in messages:
+        assert "trains 1 parameters beside its adapter, first 'base_model.model.model.norm.weight'" in message
+
+
 @pytest.mark.parametrize("lora_base", ["merged", "frozen"])
 def test_an_adapter_is_saved_beside_sharded_checkpoints(tmp_path, lora_base):
     """The Trainer would write it nowhere."""
@@ -374,10 +397,10 @@ BROKEN = "model.layers.1.mlp.down_proj.weight_packed"
 
 def _train_broken(model: str, folder: str, how: str) -> str:
     """What a process says whose run is broken, in itself or in the other."""
-    from qarl_trl.trainers import low_bit
+    from qarl_trl.trainers import shards
 
     if how == "log-probs in bfloat16":
-        with patch.object(low_bit, "keep_float32", lambda accelerator: None):
+        with patch.object(shards, "keep_float32", lambda accelerator: None):
             trainer = trainer_of_two(model, folder, True)
     else:
         trainer = trainer_of_two(model, folder, how == "incomplete sync")
