@@ -251,6 +251,29 @@ def test_a_line_break_that_yaml_did_not_read_is_said(write, caplog, template, is
     assert ("a backslash and an n" in caplog.text) == is_said
 
 
+@pytest.mark.parametrize(
+    ("solution", "is_said"),
+    [
+        ("We add 2 and 3. Then $x = 5$, so the answer is $5$", True),
+        ("First $2 + 3 = 5$.\nThen 10.", True),
+        # Final answers: in a box, as words, a choice, a matrix, a number of several parts.
+        (r"We add 2 and 3. So it is \boxed{5}.", False),
+        ("not enough information", False),
+        ("A. Paris", False),
+        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", False),
+        ("3.5, 4.", False),
+    ],
+)
+def test_references_that_are_explanations_are_said(write, caplog, solution, is_said):
+    """Where `solution` is the only column, a formula in the middle of it would be what completions are graded by."""
+    path = write([{"problem": "What is it?", "solution": solution}])
+
+    with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
+        load_math_dataset(path)
+
+    assert ("1 of 1 answers in 'solution' are sentences" in caplog.text) == is_said
+
+
 def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
     rows = []
     for problem, answer in [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3")]:

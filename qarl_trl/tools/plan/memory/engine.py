@@ -9,6 +9,8 @@ from ..run import BFLOAT16, GIB, Run
 
 # Bytes of an awake engine beside weights and cache: passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
+# Layers that keep nothing for each token, as transformers names them in `layer_types`.
+WITHOUT_CACHE = ("linear_attention", "conv")
 
 
 def engine_bytes(run: Run) -> int:
@@ -85,8 +87,9 @@ def cache_tokens(run: Run) -> int:
 
 def token_bytes(run: Run) -> int:
     """
-    Bytes of a token in the cache: keys and values for the heads of one engine rank. Of latent attention (MLA) each
-    rank has the one latent vector and the rotated part of the keys (vLLM 0.31, `MLAAttentionSpec`).
+    Bytes of a token in the cache: keys and values for the heads of one engine rank, in the mean of the longest row.
+    Of latent attention (MLA) each rank has the one latent vector and the rotated part of the keys (vLLM 0.31,
+    `MLAAttentionSpec`).
 
     Args:
         run: The run.
@@ -94,11 +97,33 @@ def token_bytes(run: Run) -> int:
     latent = getattr(run.config, "kv_lora_rank", None)
     # vLLM 0.31 caches whole heads of this family.
     if latent and run.config.model_type != "minicpm3":
-        return run.cache_entry * run.config.num_hidden_layers * (latent + run.config.qk_rope_head_dim)
+        return math.ceil(run.cache_entry * _cached_layers(run) * (latent + run.config.qk_rope_head_dim))
 
     all_heads = getattr(run.config, "num_key_value_heads", None) or run.config.num_attention_heads
     # With more ranks than heads vLLM gives several ranks a copy of the same head.
     heads = max(1, all_heads // run.engine_ranks)
 
-    keys = run.cache_entry * run.config.num_hidden_layers * heads * run.head_dim
-    return 2 * keys
+    keys = run.cache_entry * _cached_layers(run) * heads * run.head_dim
+    return math.ceil(2 * keys)
+
+
+def _cached_layers(run: Run) -> float:
+    """
+    In how many layers a token is cached, in the mean of the longest row.
+
+    A layer of linear attention or of a convolution has a state for each sequence, which is not counted here. One with
+    a sliding window keeps the tokens of its window (vLLM 0.31, `SlidingWindowSpec`).
+    """
+    window = getattr(run.config, "sliding_window", None)
+    # Without a list vLLM takes the window for all layers.
+    kinds = getattr(run.config, "layer_types", None)
+    if not kinds:
+        kinds = ["sliding_attention" if window else "full_attention"] * run.config.num_hidden_layers
+
+    cached = 0.0
+    for kind in kinds:
+        if kind in WITHOUT_CACHE:
+            continue
+        is_sliding = kind == "sliding_attention" and window
+        cached += min(1, window / run.tokens) if is_sliding else 1
+    return cached

@@ -1,19 +1,21 @@
 """What a plan counts of a rank, against a toy trainer after an update: tensor bytes, exactly."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig
 from slow.toys import save_model
 from test_trainer import make
+from transformers import PretrainedConfig
 from trl import ModelConfig
 
 from qarl_trl.quant import quantized_modules
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.tools.plan import model as meta
 from qarl_trl.tools.plan.memory.backward import activations
-from qarl_trl.tools.plan.memory.engine import cache_bytes, cache_tokens, synced_bytes
+from qarl_trl.tools.plan.memory.engine import cache_bytes, cache_tokens, synced_bytes, token_bytes
 from qarl_trl.tools.plan.memory.learner import optimizer_state, trained_bytes
 from qarl_trl.tools.plan.memory.moments import moments
 from qarl_trl.tools.plan.run import Hardware, Parameter
@@ -309,6 +311,38 @@ def test_the_cache_has_keys_and_values_of_the_heads_of_a_rank(eight_billion, ran
     # Keys and values, in bfloat16. With more ranks than the 8 heads each rank still has one.
     bytes_of_a_token = 36 * 2 * heads * 128 * 2
     assert cache_tokens(run) == cache_bytes(run) // bytes_of_a_token
+
+
+def test_layers_with_a_window_keep_its_tokens_and_linear_attention_none(eight_billion):
+    """vLLM's own sizes, of a row at its end, for which it lets no token more wait."""
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    window = 512
+    layout = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    vllm_config = VllmConfig()
+    vllm_config.model_config = SimpleNamespace(max_model_len=eight_billion.tokens)
+    vllm_config.scheduler_config.max_num_batched_tokens = 1
+    whole = FullAttentionSpec(**layout).max_memory_usage_bytes(vllm_config)
+    sliding = SlidingWindowSpec(**layout, sliding_window=window).max_memory_usage_bytes(vllm_config)
+    # It has one block more, because a window may begin within one.
+    sliding -= SlidingWindowSpec(**layout, sliding_window=window).page_size_bytes
+
+    def row_bytes(kinds, **sizes):
+        sizes = {"num_hidden_layers": 6, "num_key_value_heads": 8, "head_dim": 128, "layer_types": kinds, **sizes}
+        config = PretrainedConfig(**sizes)
+        return token_bytes(replace(eight_billion, config=config)) * eight_billion.tokens
+
+    # Six layers each; a mean for each token is rounded up.
+    six = ["sliding_attention"] * 5 + ["full_attention"]
+    assert row_bytes(six, sliding_window=window) == pytest.approx(5 * sliding + whole, abs=eight_billion.tokens)
+    assert row_bytes(["linear_attention"] * 3 + ["full_attention"] * 3) == 3 * whole
+    # Controls: a window longer than the row, and none.
+    assert row_bytes(six, sliding_window=10**6) == 6 * whole
+    assert row_bytes(six, sliding_window=None) == 6 * whole
+    # Mistral's first model has one window, and no list.
+    of_all = row_bytes(None, sliding_window=window)
+    assert of_all == pytest.approx(6 * sliding, abs=eight_billion.tokens)
 
 
 def test_an_fp8_cache_holds_twice_the_tokens(eight_billion):
