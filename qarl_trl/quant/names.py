@@ -49,6 +49,26 @@ def is_peft_model(model: nn.Module) -> bool:
     return isinstance(model, peft.PeftModel) or accelerate.utils.is_peft_model(model)
 
 
+def adapters_in_use(model: nn.Module) -> frozenset[tuple[Any, ...]]:
+    """
+    Which adapters the layers of a model add to their outputs: another one, or none, makes another policy of it.
+
+    Args:
+        model: A transformers model or a `PeftModel`.
+
+    Returns:
+        For each way that a layer has: the names of its adapters, and whether they are switched off. Nothing for a
+        model without adapters.
+    """
+    if not is_peft_model(model):
+        return frozenset()
+
+    from peft.tuners.tuners_utils import BaseTunerLayer  # optional, so only here
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return frozenset((*layer.active_adapters, layer.disable_adapters) for layer in layers)
+
+
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """The transformers model: `model` itself, or what a `PeftModel` wraps."""
     return model.get_base_model() if is_peft_model(model) else model

@@ -52,6 +52,14 @@ def are_equal(before: Samples, now: Samples) -> bool:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """About `SAMPLED` numbers of a weight, at equal distances: a view."""
+    """
+    About `SAMPLED` numbers of a weight, at equal distances: a view.
+
+    They lie on a diagonal. `len(values) // SAMPLED` alone is a number of whole rows for most matrices, and all samples
+    would be of the first column: nobody would see a head of attention that is switched off.
+    """
     values = weight.detach().flatten()
-    return values[:: max(1, len(values) // SAMPLED)]
+    distance = max(1, len(values) // SAMPLED)
+    if weight.dim() > 1:
+        distance += max(1, weight.shape[-1] // SAMPLED)
+    return values[::distance]

@@ -39,7 +39,7 @@ class LossForward:
         Args:
             result: Log-probs and entropies `(B, T)` of its micro-batch, and the balancing loss.
             scored: What it is of, by the arguments of TRL's method: `model`, `input_ids`, `attention_mask` and
-                `logits_to_keep`.
+                `logits_to_keep`; and `adapters`, which tells the policies of one model apart.
 
         Raises:
             RuntimeError: if the loss scored nothing.
@@ -69,8 +69,11 @@ class LossForward:
             `None` if it shall make one: there is none, or the call is of something else. A user's `_compute_loss` may
             score another model, the model without its adapter, or other rows.
         """
-        # Whatever a loss is compared with is scored without gradients.
-        if self._shared is None or not torch.is_grad_enabled() or asked["model"] is not self._scored["model"]:
+        # Whatever a loss is compared with is scored without gradients, or is another policy.
+        if self._shared is None or not torch.is_grad_enabled():
+            return None
+        is_policy = asked["model"] is self._scored["model"] and asked["adapters"] == self._scored["adapters"]
+        if not is_policy:
             return None
         if not _are_of_same_rows(asked, self._scored):
             self._scored_other_rows = True

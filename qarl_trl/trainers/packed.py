@@ -18,6 +18,7 @@ from .._compat.training_loop import accumulating
 from ..learner.groups import MicroBatchGroups, scored_arguments
 from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
+from ..quant.names import adapters_in_use
 from .forwards import method_of_user
 from .loss_forward import LossForward
 
@@ -124,7 +125,7 @@ class PackedMixin:
         }
         # Before anything else: this may be the call within a loss whose forward ran before.
         if self._passes is not None:
-            shared = self._loss_forward.take_shared(text | {"model": self._passes.unwrap(model)})
+            shared = self._loss_forward.take_shared(text | _of_model(self._passes.unwrap(model)))
             if shared is not None:
                 return shared
 
@@ -225,7 +226,7 @@ class PackedMixin:
         for micro_batch, forward in zip(together, self._forwards_of_group(model, together), strict=True):
             # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
             ends_update = self.accelerator.sync_gradients and micro_batch is together[-1]
-            scored = {"model": self._unwrapped, **scored_arguments([micro_batch])}
+            scored = _of_model(self._unwrapped) | scored_arguments([micro_batch])
             with self._loss_forward.sharing(forward, scored), accumulating(self.accelerator, ends_update):
                 losses.append(compute_one(micro_batch))
         return losses
@@ -273,3 +274,8 @@ def _looks_at_micro_batches(trainer: Any) -> str | None:
     """
     methods = ("compute_loss", "training_step", "_prepare_inputs", "_get_per_token_logps_and_entropies")
     return method_of_user(trainer, methods)
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    """What tells the policy of a forward: the model without its wrappers, and its adapters."""
+    return {"model": model, "adapters": adapters_in_use(model)}

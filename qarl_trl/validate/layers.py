@@ -226,6 +226,34 @@ def check_head(model: Any) -> None:
             raise ValueError(f"The output layer must not be quantized. Add {name} to quant_ignore.")
 
 
+def check_tied_by_config(model: str | nn.Module) -> None:
+    """
+    Refuse a model whose output layer a script tied to the embedding, and whose config knows nothing of it: a file has
+    the matrix once then, and whoever loads it gets an output layer of random numbers.
+
+    Args:
+        model: The trainer's model, or its name.
+
+    Raises:
+        ValueError: with the two lines that tie them.
+    """
+    if isinstance(model, str):
+        return
+    whole = base_model(model)
+    head = whole.get_output_embeddings()
+    if head is None or head.weight is not whole.get_input_embeddings().weight:
+        return
+
+    # Of a model of several parts only the whole or only the text may have the setting.
+    parts = (whole.config, whole.config.get_text_config())
+    if not any(getattr(part, "tie_word_embeddings", False) for part in parts):
+        raise ValueError(
+            "The output layer shares the matrix of the embedding, and the config says tie_word_embeddings=False: what "
+            "the run saves would load without an output layer. Set model.config.tie_word_embeddings = True and call "
+            "model.tie_weights()."
+        )
+
+
 def check_attention(model: str | nn.Module, config: PretrainedConfig, args: RunSettings) -> None:
     """
     Refuse an attention that drops the softcap of the model: the engine has it (Gemma-2: 0.04 nats apart in a toy).

@@ -15,7 +15,7 @@ from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
 from .kv_cache import check_kv_cache
-from .layers import check_attention, check_dropout, check_layers, check_packing
+from .layers import check_attention, check_dropout, check_layers, check_packing, check_tied_by_config
 from .memory import check_host_memory
 from .model import check_saved_generation_config, config_of, skeleton
 from .prompts import check_prompts
@@ -62,6 +62,7 @@ def check_run(
     check_teacher(model, config, source, args, trainer_arguments)
 
     if args.quantized:
+        check_tied_by_config(model)
         for adapter in adapters:
             if adapter.modules_to_save:
                 check_tied(skeleton(config, args), adapter)

@@ -186,6 +186,22 @@ def test_an_untrained_weight_that_is_written_through_its_data_is_made_again():
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
 
 
+def test_a_head_of_attention_that_is_switched_off_through_its_data_is_seen():
+    """Its columns of `o_proj` alone are written; rows of 128 numbers, of which the first would be all samples."""
+    model = nn.Sequential(nn.Linear(128, 128))
+    model.requires_grad_(False)
+    apply_quantization(model, "W4A16")
+    layer = model[0]
+    store = told_store(model)
+
+    for columns in (slice(0, 64), slice(64, 128)):
+        store.look_at_untrained()
+        layer.low_bit()
+        layer.weight.data[:, columns] = 0
+        store.look_at_untrained()
+        assert is_low_bit_form_of(layer.low_bit(), layer.weight)
+
+
 def test_untrained_weights_are_compared_all_at_once():
     """On a GPU each comparison, and each copy, would wait for the device in every step."""
     model = nn.Sequential(*[nn.Linear(IN, OUT) for _ in range(8)])

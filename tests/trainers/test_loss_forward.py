@@ -28,10 +28,16 @@ def test_a_loss_takes_its_own_forward_once():
         forward.take()
 
 
-def scored(model="policy", token=3, keep=1):
-    """Arguments of TRL's method."""
+def scored(model="policy", token=3, keep=1, adapter="default"):
+    """Arguments of TRL's method, and the adapter in use."""
     ids = torch.tensor([[2, token]])
-    return {"model": model, "input_ids": ids, "attention_mask": torch.ones_like(ids), "logits_to_keep": keep}
+    return {
+        "model": model,
+        "adapters": frozenset([(adapter, False)]),
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "logits_to_keep": keep,
+    }
 
 
 def test_a_shared_forward_is_taken_once_by_the_loss_in_the_block():
@@ -56,6 +62,7 @@ def test_a_shared_forward_is_not_that_of_anything_else():
 
     with forward.sharing(shared, scored()):
         assert forward.take_shared(scored(model="teacher")) is None
+        assert forward.take_shared(scored(adapter="reference")) is None
         with torch.no_grad():  # the policy without its adapter
             assert forward.take_shared(scored()) is None
         assert forward.take_shared(scored(token=4)) is None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from slow.toys import distinct_characters, logged, prompts
-from toy_runs import make, without_engine
+from toy_runs import adapter, make, without_engine
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 
@@ -140,3 +140,38 @@ def test_log_probs_of_a_users_class_are_those_of_old_and_of_the_loss(
         first, second = logged(trainer, name)
         assert first == pytest.approx(1, abs=1e-6)
         assert second != 1  # control: they move
+
+
+class BaseInLoss(QaRLTrainer):
+    """Adds a distance to the base, which it scores with gradients and before the policy."""
+
+    distances: list[float]
+
+    def _compute_loss(self, model, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        arguments = (model, ids, mask, inputs["completion_ids"].shape[1])
+
+        with self.accelerator.unwrap_model(model).disable_adapter():
+            base, _, _ = self._get_per_token_logps_and_entropies(*arguments)
+        loss = super()._compute_loss(model, inputs)
+        with torch.no_grad():
+            policy, _, _ = self._get_per_token_logps_and_entropies(*arguments)
+
+        self.distances.append(((base - policy).abs() * inputs["completion_mask"]).sum().item())
+        return loss + 0.1 * (base.detach() * inputs["completion_mask"]).mean()
+
+
+def test_a_shared_pass_is_not_that_of_the_base_without_its_adapter(dense_model, tmp_path):
+    """It would be the policy's own, and each distance from it 0."""
+    updates = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 2, "learning_rate": 1e-2}
+    args = QaRLConfig(**without_engine(tmp_path, gradient_checkpointing=False, **updates))
+    trainer = BaseInLoss(dense_model, distinct_characters, args, train_dataset=prompts(), peft_config=adapter())
+    trainer.distances = []
+
+    trainer.train()
+
+    assert trainer._groups is not None  # control: the micro-batches of an update share a pass
+    # A new adapter adds nothing.
+    assert trainer.distances[:2] == [0, 0]
+    assert min(trainer.distances[2:]) > 0.1

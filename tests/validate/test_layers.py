@@ -1,6 +1,7 @@
 """`qarl_trl.validate.layers`: layers and kernels that are refused without weights."""
 
 import pytest
+import torch
 import yaml
 from configs import config
 from conftest import TINY
@@ -18,6 +19,7 @@ from transformers import (
     Starcoder2Config,
 )
 
+from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
 from qarl_trl.trainers.policy import quantize_policy
@@ -294,6 +296,25 @@ def test_a_module_of_dropout_is_refused_where_an_engine_samples_unless_it_is_dis
 def test_fields_of_dropout_that_no_layer_reads_are_left_alone(tmp_path):
     model = toy(tmp_path / "unread", Qwen3Config, hidden_size=128, resid_pdrop=0.1, classifier_dropout=0.1)
     check_run_of(model, tmp_path, use_vllm=True)
+
+
+def test_an_output_layer_that_only_a_script_tied_is_refused(tmp_path):
+    """Its one matrix would be in the file as the embedding, and the config would say that there are two."""
+    name = toy(tmp_path / "untied", Qwen3Config, hidden_size=128, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(name)
+    check_run_of(model, tmp_path / "run")  # control: two matrices
+
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(ValueError, match=r"shares the matrix of the embedding.*tie_word_embeddings=False"):
+        check_run_of(model, tmp_path / "run")
+
+    # The advice works: the file loads to the same outputs.
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    check_run_of(model, tmp_path / "run")
+    folder = save_low_bit(apply_quantization(model, "W4A16"), None, tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
 
 
 def test_the_head_of_a_reward_model_stays_in_high_precision():
