@@ -115,6 +115,12 @@ def _check_switches(values: Mapping[str, Any], known: Collection[str]) -> None:
             "starts. Set use_vllm: true, or false to sample without one."
         )
 
+    if "completion_column" in are_set and "distill_on" in known and "distill_on" not in are_set:
+        raise ValueError(
+            "distill_on must be set beside completion_column: without it the student samples its answers, and nothing "
+            "reads the column. Set distill_on: answers, or rollouts to sample."
+        )
+
     of_evaluation = [name for name in are_set if name.startswith("eval_dataset_")]
     if of_evaluation and "eval_strategy" not in are_set:
         raise ValueError(

@@ -357,6 +357,17 @@ def test_sft_which_has_no_engine_needs_no_switch_for_one(base):
         parse([*base, *engine], method=METHODS["rloo"])
 
 
+def test_a_column_of_answers_without_its_switch_is_refused(base):
+    """A distillation would sample answers, and never read those of the data."""
+    column = ["--completion_column", "solution"]
+    with pytest.raises(ValueError, match="distill_on must be set beside completion_column"):
+        parse([*base, *column], method=METHODS["distill"])
+
+    # Control: with it. Rollouts are a choice, too.
+    for source in ("answers", "rollouts"):
+        parse([*base, *column, "--distill_on", source], method=METHODS["distill"])
+
+
 @pytest.mark.parametrize(
     ("setting", "switch", "values"),
     [

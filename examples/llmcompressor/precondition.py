@@ -14,6 +14,7 @@ from llmcompressor.modifiers.transform import SmoothQuantModifier, SpinQuantModi
 from ptq import calibration_set, make_recipe, parse
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from qarl_trl.export import check_target
 from qarl_trl.quant import apply_quantization, low_bit_store, remove_quantization
 
 
@@ -94,6 +95,7 @@ def fold(model: PreTrainedModel, recipe: list, **data: object) -> PreTrainedMode
 def main(argv: list[str] | None = None) -> None:
     """Read the options, fold, compare the log-probs, and save."""
     args = parse(__doc__, ("smoothquant", "awq", "rotation"), argv)
+    check_target(args.output)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = calibration_set(args, tokenizer)
     texts = rows["input_ids"][:PROBES]

@@ -96,6 +96,8 @@ def main() -> None:
     with_hub = os.environ.get("HF_HUB_OFFLINE", "0") == "0"
     if not with_hub and options.data is None:
         parser.error("--data is needed where HF_HUB_OFFLINE is set")
+    if options.data is not None and options.data.resolve() == options.folder.resolve():
+        parser.error("--data must be another folder: its files are split anew, and would be replaced")
 
     # The data first: they take a second, and a wrong folder shows before the model is loaded.
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -199,7 +199,8 @@ def settings_of(kind, gptq):
     return {
         "full": {},
         "merged": {"peft_config": adapter()},
-        "rollout only": {"peft_config": adapter(), "quantize_learner": False},
+        # Without an engine: transformers samples with the learner.
+        "high precision": {"peft_config": adapter(), "quantize_learner": False},
         "frozen": frozen,
         "frozen checkpoint": frozen | {"quant_scheme": "checkpoint", "model": gptq},
         "unquantized": OFF | {"loss_type": "grpo"},
@@ -220,11 +221,11 @@ CARDS = {
         "checkpoint-1/README.md": ["A LoRA adapter of rank 4", "vllm serve path/to/model/low_bit"],
         "checkpoint-1/low_bit/README.md": ["vllm serve path/to/model\n"],
     },
-    "rollout only": {
-        "README.md": ["learner in high precision"],
-        "low_bit/README.md": ["learner in high precision"],
-        "checkpoint-1/README.md": ["learner in high precision"],
-        "checkpoint-1/low_bit/README.md": ["learner in high precision"],
+    "high precision": {
+        "README.md": ["trained in high precision, and then merged"],
+        "low_bit/README.md": ["Trained in high precision, and then quantized"],
+        "checkpoint-1/README.md": ["trained in high precision, and then merged"],
+        "checkpoint-1/low_bit/README.md": ["Trained in high precision, and then quantized"],
     },
     "frozen": {
         "README.md": [f"vllm serve path/to/model/base {SERVE_ADAPTER}", "`AutoPeftModelForCausalLM` does not load it"],
@@ -342,6 +343,27 @@ def test_a_card_tells_two_sizes_of_groups_of_one_scheme_apart(tiny_model):
     card = render_card("merged_adapter", None, quantization, **FACTS, **OF_ADAPTER, **TRAINED)
     assert "qarl-trl export path" not in card.text
     assert "No short command of `qarl-trl export`" in card.text
+
+
+@pytest.mark.parametrize("kind", ["low_bit", "merged_adapter"])
+@pytest.mark.parametrize(
+    ("aligned", "samples", "said"),
+    [
+        (True, True, "reinforcement learning on low-bit rollouts"),
+        # Rollouts by transformers are those of the learner.
+        (True, False, "reinforcement learning on low-bit rollouts"),
+        (False, True, "and the learner in high precision"),
+        (False, False, "rained in high precision, and then"),
+    ],
+)
+def test_a_card_says_what_ran_in_low_bits(tiny_model, kind, aligned, samples, said):
+    quantization = quantized_layers(tiny_model, {"Linear": None}, ["lm_head"])
+    facts = TRAINED | {"aligned": aligned, "samples": samples}
+
+    text = render_card(kind, None, quantization, **FACTS, **OF_ADAPTER, **facts).text
+
+    assert said in text
+    assert ("trained by reinforcement learning on low-bit rollouts" in text) == (aligned or samples)
 
 
 def test_a_card_names_a_scheme_of_another_method_by_its_bits():

@@ -124,6 +124,8 @@ def _cached_layers(run: Run) -> float:
     for kind in kinds:
         if kind in WITHOUT_CACHE:
             continue
-        is_sliding = kind == "sliding_attention" and window
-        cached += min(1, window / run.tokens) if is_sliding else 1
+        if kind == "sliding_attention" and window is not None:
+            cached += min(1, window / run.tokens)
+        else:
+            cached += 1
     return cached
