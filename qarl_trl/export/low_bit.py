@@ -313,11 +313,36 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
         # It asks for the class and its module, which are not those of a sharded model.
         custom_object_save(model_class.__new__(model_class), folder, config=config)
     config.save_pretrained(folder)
+    _forget_other_code(folder / "config.json")
 
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _forget_other_code(file: Path) -> None:
+    """
+    Take out of a config what names code that does not lie beside it.
+
+    TRL loads a family that transformers knows by transformers' own class, whatever code its folder has, and the config
+    would still name that code: nobody could load the model with `trust_remote_code`.
+    """
+    content = json.loads(file.read_text())
+    auto_map = content.pop("auto_map", None)
+    if not auto_map:
+        return
+
+    kept: dict[str, str] = {}
+    for name, path in auto_map.items():
+        # "user/repository--module.Class" is the code of a repository.
+        if "--" in path or (file.parent / f"{path.partition('.')[0]}.py").is_file():
+            kept[name] = path
+    if kept == auto_map:
+        return
+    if kept:
+        content["auto_map"] = kept
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _move_into_place(scratch: Path, path: Path) -> None:

@@ -310,6 +310,22 @@ def test_the_code_of_a_model_comes_with_its_weights(tiny_model, tmp_path, monkey
     assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ != "Mine"
 
 
+def test_a_config_names_no_code_that_is_not_there(tiny_model, tmp_path, monkeypatch):
+    """TRL takes transformers' class for a family that it knows, such as Phi-3's, whose folders have code as well."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    save_with_code(tiny_model(), tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
+    # Control: the config has it. Code in a repository is there.
+    assert model.config.auto_map == {"AutoModelForCausalLM": "modeling_mine.Mine"}
+    model.config.auto_map["AutoModel"] = "me/start--modeling_mine.Mine"
+
+    folder = save_low_bit(apply_quantization(model, "W4A16"), None, tmp_path / "low")
+
+    assert read_config(folder)["auto_map"] == {"AutoModel": "me/start--modeling_mine.Mine"}
+    loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert type(loaded) is type(model)
+
+
 def test_without_a_quantized_layer_there_is_nothing_to_save(tiny_model, tmp_path):
     assert quantization_config(tiny_model()) is None
 

@@ -130,6 +130,7 @@ class Run:
         reference: Whether there is a second, frozen model for the KL term.
         teacher: What the student of a distillation learns from; `None` for other trainers.
         samples: Whether the run samples answers, with an engine or with transformers.
+        sampled_rows: Answers that transformers samples at once in a process; 0 with an engine.
         cache_entry: Bytes of a number in the engine's key-value cache.
         cache_size: Bytes of that cache on each GPU, which `vllm_engine_kwargs` may set; `None`: what the share leaves.
         eager: Whether the engine runs without CUDA graphs.
@@ -158,6 +159,7 @@ class Run:
     reference: bool = False
     teacher: Teacher | None = None
     samples: bool = True
+    sampled_rows: int = 0
     cache_entry: int = 2
     cache_size: int | None = None
     eager: bool = False

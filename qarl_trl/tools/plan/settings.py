@@ -47,6 +47,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     engine_ranks = settings.vllm_tensor_parallel_size if engine else 1
     _check_engine_ranks(engine, engine_ranks, gpus)
     check_cache_device(settings, "cuda")
+    _check_estimated(settings, model_args)
 
     # First, so that an unknown model is reported as one, and not by the error of what reads its files next.
     name = model_args.model_name_or_path
@@ -86,6 +87,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         reference=_has_reference(settings, adapter),
         teacher=_teacher_of(name, config, settings, adapter, fsdp2),
         samples=_samples(settings),
+        sampled_rows=_sampled_rows(settings),
         accumulation=settings.gradient_accumulation_steps,
         cache_entry=1 if settings.has_low_bit_cache else 2,
         cache_size=settings.engine_kwargs.get("kv_cache_memory_bytes") if engine else None,
@@ -154,6 +156,31 @@ def _has_old(settings: Any, passes: int) -> bool:
 def _samples(settings: Any) -> bool:
     """Whether a run samples answers. Supervised fine-tuning does not, nor does a distillation on given ones."""
     return hasattr(settings, "max_completion_length") and getattr(settings, "distill_on", "rollouts") == "rollouts"
+
+
+def _sampled_rows(settings: Any) -> int:
+    """Answers that transformers samples at once in a process: TRL asks it for a whole rollout batch."""
+    if settings.has_engine or not _samples(settings):
+        return 0
+    # A distillation has a rollout batch for each update.
+    steps = getattr(settings, "steps_per_generation", None) or settings.gradient_accumulation_steps
+    return settings.per_device_train_batch_size * steps
+
+
+def _check_estimated(settings: Any, model_args: Any) -> None:
+    """Refuse (`ValueError`) settings that take memory which no formula here counts."""
+    loading = settings.model_init_kwargs or {}
+    if "eager" in (model_args.attn_implementation, loading.get("attn_implementation")):
+        raise ValueError(
+            "plan does not count the scores of attn_implementation: eager, which grow with the square of a pass. "
+            "--attn_implementation sdpa gives the least that the run takes."
+        )
+    # With it TRL's supervised fine-tuning computes all logits at once.
+    if settings.label_smoothing_factor and not hasattr(settings, "max_completion_length"):
+        raise ValueError(
+            "plan does not count the logits that label_smoothing_factor needs. --label_smoothing_factor 0 gives the "
+            "least that the run takes."
+        )
 
 
 def _has_reference(settings: Any, adapter: Any) -> bool:

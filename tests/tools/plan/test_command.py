@@ -161,6 +161,32 @@ def test_the_longest_row_limits_an_answer_that_has_no_limit_of_its_own(capsys, t
     assert len(printed.err.strip().splitlines()) == 1
 
 
+def test_transformers_samples_a_whole_rollout_batch_at_once():
+    path = RECIPES / "one_gpu" / "qwen2.5-0.5b.yaml"
+    recipe = yaml.safe_load(path.read_text())
+
+    run = run_of(path, 1, 23.5, None, "--use_vllm", "false")
+
+    assert run.sampled_rows == recipe["per_device_train_batch_size"] * recipe["steps_per_generation"]
+    assert run_of(path, 1, 23.5, None).sampled_rows == 0  # control
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "value"),
+    [("sft.yaml", "attn_implementation", "eager"), ("sft.yaml", "label_smoothing_factor", "0.1")],
+)
+def test_memory_that_no_formula_counts_is_refused(capsys, recipe, setting, value):
+    path = RECIPES / "trainers" / recipe
+    code, printed = plan(capsys, "--config", path, "--gpu", "4090", f"--{setting}", value)
+    assert code == 2
+    assert "plan does not count the" in printed.err
+    assert setting in printed.err
+
+    # Control: the advice.
+    code, _ = plan(capsys, "--config", path, "--gpu", "4090", f"--{setting}", {"eager": "sdpa", "0.1": "0"}[value])
+    assert code == 0
+
+
 def test_an_fp8_cache_holds_twice_the_sequences():
     stock = run_of(EIGHT_GPUS)
     in_fp8 = run_of(EIGHT_GPUS, 8, 79, "fsdp2", "--kv_cache_dtype", "fp8", "--quantize_learner_kv", "false")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ..run import BFLOAT16, GIB, Run
 
@@ -105,6 +106,17 @@ def token_bytes(run: Run) -> int:
 
     keys = run.cache_entry * _cached_layers(run) * heads * run.head_dim
     return math.ceil(2 * keys)
+
+
+def sampled_cache(run: Run) -> int:
+    """
+    Bytes of keys and values where transformers samples: of a whole rollout batch at once, in the dtype of the forward.
+
+    Args:
+        run: The run.
+    """
+    on_one_gpu = replace(run, cache_entry=run.compute, engine_ranks=1)
+    return run.sampled_rows * run.tokens * token_bytes(on_one_gpu)
 
 
 def _cached_layers(run: Run) -> float:

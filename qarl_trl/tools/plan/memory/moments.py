@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..run import GIB, Run
 from .backward import activations, backward_work, compared_states, gradients_between_passes, teacher_work
-from .engine import ENGINE_WORK, cache_bytes, cache_tokens, engine_weights
+from .engine import ENGINE_WORK, cache_bytes, cache_tokens, engine_weights, sampled_cache
 from .learner import master_bytes, optimizer_state, teacher_bytes, trained_bytes
 
 
@@ -59,6 +59,7 @@ def moments(run: Run) -> dict[str, dict[str, int]]:
     # The order of the items is the order of the table's rows.
     rollout = always | engine
     backward = rollout | update
+    rollout["keys and values of sampled answers"] = sampled_cache(run)
     if run.sleep:  # a sleeping engine has given its memory back
         backward = always | update
     at_moment = {"rollout": _without_zeros(rollout), "backward": _without_zeros(backward)}

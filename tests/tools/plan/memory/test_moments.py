@@ -345,6 +345,31 @@ def test_layers_with_a_window_keep_its_tokens_and_linear_attention_none(eight_bi
     assert of_all == pytest.approx(6 * sliding, abs=eight_billion.tokens)
 
 
+def test_answers_that_transformers_samples_have_keys_and_values(tiny_model):
+    """Of a whole rollout batch at once: the bytes of a real cache."""
+    model = tiny_model()
+    prompts = torch.full((3, 4), 5)
+    output = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        min_new_tokens=6,
+        max_new_tokens=6,
+        return_dict_in_generate=True,
+    )
+    layers = output.past_key_values.layers
+    real = nbytes([tensor for layer in layers for tensor in (layer.keys, layer.values)])
+
+    # The last token is in no cache. These are in float32.
+    sizes = {"rows": 1, "tokens": 4 + 6 - 1, "compute": 4, "engine": "", "sampled_rows": 3}
+    run = example_run(model, model.config, **sizes)
+
+    name = "keys and values of sampled answers"
+    assert moments(run)["rollout"][name] == real
+    assert name not in moments(run)["backward"]
+    # Control: an engine has a cache of its own.
+    assert name not in moments(replace(run, engine="colocate", sampled_rows=0))["rollout"]
+
+
 def test_an_fp8_cache_holds_twice_the_tokens(eight_billion):
     tokens = cache_tokens(eight_billion)
 
