@@ -274,6 +274,21 @@ def is_llmcompressor_recipe(file: Path) -> bool:
     return True
 
 
+def modules_here(classes: str | list[str | None]) -> list[str]:
+    """
+    The files of code that must lie beside a config.
+
+    Args:
+        classes: What an `auto_map` has for one of transformers' auto classes. Tokenizers have a list of two, of which
+            one may be missing.
+
+    Returns:
+        The names of the files; none for the code of another repository ("user/repository--module.Class").
+    """
+    paths = classes if isinstance(classes, list) else [classes]
+    return [f"{path.partition('.')[0]}.py" for path in paths if path and "--" not in path]
+
+
 def digest(files: Iterable[Path]) -> str:
     """
     Compute a digest of the names and contents of files.

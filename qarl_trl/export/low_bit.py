@@ -36,7 +36,7 @@ from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
 from ..quant.source import INDEX
 from ..quant.store import iter_low_bit_weights
-from .files import ADAPTER_CONFIG, RECIPE, apply_umask, flush, is_llmcompressor_recipe, weight_files
+from .files import ADAPTER_CONFIG, RECIPE, apply_umask, flush, is_llmcompressor_recipe, modules_here, weight_files
 
 
 logger = logging.getLogger(__name__)
@@ -333,11 +333,10 @@ def _forget_other_code(file: Path) -> None:
     if not auto_map:
         return
 
-    kept: dict[str, str] = {}
-    for name, path in auto_map.items():
-        # "user/repository--module.Class" is the code of a repository.
-        if "--" in path or (file.parent / f"{path.partition('.')[0]}.py").is_file():
-            kept[name] = path
+    kept: dict[str, Any] = {}
+    for name, classes in auto_map.items():
+        if all((file.parent / module).is_file() for module in modules_here(classes)):
+            kept[name] = classes
     if kept == auto_map:
         return
     if kept:

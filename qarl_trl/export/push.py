@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from .card import has_low_bit_model
 from .card_edits import CARD, addressed
-from .files import RECIPE, is_llmcompressor_recipe, weight_files
+from .files import RECIPE, is_llmcompressor_recipe, modules_here, weight_files
 
 
 # The files of a model repository, besides its weights. A push leaves out pickles, logs, training state and all else.
@@ -254,11 +254,7 @@ def _code_files(folder: Path) -> list[Path]:
         # Old tokenizers have the list of their classes alone.
         auto_map = content.get("auto_map") or {}
         for classes in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
-            # A tokenizer has two classes, of which one may be missing.
-            for path in classes if isinstance(classes, list) else [classes]:
-                # "user/repository--module.Class" is the code of another repository.
-                if path and "--" not in path:
-                    modules.add(folder / f"{path.partition('.')[0]}.py")
+            modules |= {folder / name for name in modules_here(classes)}
 
     present = [module for module in sorted(modules) if module.is_file()]
     imported = [Path(file) for module in present for file in get_relative_import_files(module)]

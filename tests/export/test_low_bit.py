@@ -317,11 +317,12 @@ def test_a_config_names_no_code_that_is_not_there(tiny_model, tmp_path, monkeypa
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     # Control: the config has it. Code in a repository is there.
     assert model.config.auto_map == {"AutoModelForCausalLM": "modeling_mine.Mine"}
-    model.config.auto_map["AutoModel"] = "me/start--modeling_mine.Mine"
+    elsewhere = {"AutoModel": "me/start--modeling_mine.Mine", "AutoTokenizer": ["me/start--tokens.Mine", None]}
+    model.config.auto_map |= elsewhere
 
     folder = save_low_bit(apply_quantization(model, "W4A16"), None, tmp_path / "low")
 
-    assert read_config(folder)["auto_map"] == {"AutoModel": "me/start--modeling_mine.Mine"}
+    assert read_config(folder)["auto_map"] == elsewhere
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(loaded) is type(model)
 
