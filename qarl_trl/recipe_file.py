@@ -15,7 +15,7 @@ _TEXT = "tag:yaml.org,2002:str"
 _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _PLAIN_SWITCH = re.compile(r"true|false", re.IGNORECASE)
 _PLAIN_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|nan)", re.IGNORECASE)
-# By the type that YAML finds. Of a date there is no plain form: a recipe has none.
+# By the type that YAML finds. A date is always refused.
 _WRITTEN_AS = {
     "tag:yaml.org,2002:int": _PLAIN_NUMBER,
     "tag:yaml.org,2002:float": _PLAIN_FLOAT,
@@ -86,7 +86,7 @@ def _load(recipe: Path) -> dict[str, Any]:
 
 
 def _check_plain(recipe: Path, text: str) -> None:
-    """Refuse aliases and tags."""
+    """Refuse what is no plain data: aliases, tags, keys that are no text or there twice, and ambiguous values."""
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             # A few hundred nested aliases would take minutes.

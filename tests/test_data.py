@@ -258,9 +258,13 @@ def test_a_line_break_that_yaml_did_not_read_is_said(write, caplog, template, is
         ("First $2 + 3 = 5$.\nThen 10.", True),
         # Final answers: in a box, as words, a choice, a matrix, a number of several parts.
         (r"We add 2 and 3. So it is \boxed{5}.", False),
+        ("So \\boxed{\\begin{pmatrix} 1 & 2 \\\\\n3 & 4 \\end{pmatrix}}", False),
+        ("We add.\nIt is five.\n#### 5", False),
         ("not enough information", False),
         ("A. Paris", False),
-        (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", False),
+        ("5 p.m. Monday", False),
+        ("x = 1\ny = 2", False),
+        ("\\begin{pmatrix} 1 & 2 \\\\\n3 & 4 \\end{pmatrix}", False),
         ("3.5, 4.", False),
     ],
 )

@@ -25,8 +25,10 @@ _WRITTEN_BREAK = re.compile(
     r"\\n(?!(?:abla|eq?|eg|ot|otin|u|mid|less|leq|gtr|geq|sim|cong|exists|parallel)(?![a-z]))"
     r"(?!(?:su[bcp]|prec|[ensw]*arrow|left|right|oindent|ewline|ormal|atural|otag|onumber|roman)[a-z]*)"
 )
-# An answer of several lines or sentences. Of choices such as "A. Paris" it is none.
-_PROSE = re.compile(r"\n|[a-z\d)$}]\.\s+[A-Z]")
+# An explanation: two sentences, or words in two lines. Choices ("A. Paris"), times ("5 p.m. Monday") and matrices are
+# none.
+_WORD = r"(?<![\\{A-Za-z])[A-Za-z][a-z]+"
+_PROSE = re.compile(rf"[a-z\d)$}}]\.\s+[A-Z][a-z]*,?\s+\S|{_WORD}[^\n]*\n[^\n]*{_WORD}")
 # Above it not every whole number is a float.
 _LARGEST_WHOLE = 2.0**53
 _LARGEST_WHOLE_OF = {"float16": 2.0**11, "float32": 2.0**24}
@@ -93,8 +95,8 @@ def load_math_dataset(
             answer = with_digits_of(answer, short_dtype)
         return {"prompt": prompt, "answer": final_answer(answer)}
 
+    _say_prose(dataset, answer_column)
     converted = _converted(dataset, convert, _features(conversational, ["prompt", "answer"]), "Reading problems")
-    _say_prose(converted, answer_column)
     lacking = f"(split {split!r}) lack a problem in {problem_column!r} or an answer in {answer_column!r}"
     advice = f"Set problem_column or answer_column: {dataset.column_names}."
     return _complete_rows(converted, f"rows of {name_or_path!r} {lacking}", advice)
@@ -225,14 +227,19 @@ def _say_lost_digits(dataset: Dataset, column: str) -> None:
         )
 
 
-def _say_prose(converted: Dataset, column: str) -> None:
+def _say_prose(dataset: Dataset, column: str) -> None:
     """Warn of references that are explanations: one of their formulas would be the answer, which need not be right."""
-    prose = [answer for answer in converted["answer"] if _PROSE.search(answer)]
+    prose = []
+    for value in dataset[column]:
+        answer = final_answer(value) if isinstance(value, str) else ""
+        # Not what stands in a box or in a last line: that is the answer, whatever it looks like.
+        if value == answer and _PROSE.search(answer):
+            prose.append(answer)
     if prose:
         logger.warning(
-            f"{len(prose)} of {len(converted)} answers in {column!r} are sentences without \\boxed{{}} or a last line "
-            f"####, such as {prose[0]!r:.100}: math_reward compares with one of their formulas. Put the final answer "
-            "into a box, or name a column that has it alone (answer_column)."
+            f"{len(prose)} of {len(dataset)} answers in {column!r} are sentences without \\boxed{{}} or a last line "
+            f"####, such as {prose[0]!r:.100}: math_reward would compare with one of their formulas. Put the final "
+            "answer into a box, or name a column that has it alone (answer_column)."
         )
 
 

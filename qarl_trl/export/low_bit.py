@@ -277,8 +277,8 @@ def check_target(path: str | os.PathLike) -> None:
 
     if precious:
         raise ValueError(
-            f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which the low-bit model "
-            "would overwrite. Use another."
+            f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which would be "
+            "overwritten. Use another."
         )
 
 
@@ -313,12 +313,13 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
         # It asks for the class and its module, which are not those of a sharded model.
         custom_object_save(model_class.__new__(model_class), folder, config=config)
     config.save_pretrained(folder)
-    _forget_other_code(folder / "config.json")
 
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+    # Last, because a tokenizer may bring code, too.
+    _forget_other_code(folder / "config.json")
 
 
 def _forget_other_code(file: Path) -> None:

@@ -41,7 +41,7 @@ MODEL_FILES = (
     "README.md",
 )
 # Of these, the files that name code in `auto_map`.
-NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "*preprocessor_config.json")
 # A push deletes such files if the new model lacks them, and other `MODEL_FILES`, too: an engine would load them.
 TEMPLATES = "additional_chat_templates/"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
@@ -249,8 +249,8 @@ def model_files(folder: Path) -> dict[str, Path]:
 def _code_files(folder: Path) -> list[Path]:
     """The code of a model that loads with `trust_remote_code`. Other code beside it is the user's, and stays here."""
     modules: set[Path] = set()
-    for name in NAME_CODE:
-        content = json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
+    for file in [file for name in NAME_CODE for file in folder.glob(name)]:
+        content = json.loads(file.read_text())
         # Old tokenizers have the list of their classes alone.
         auto_map = content.get("auto_map") or {}
         for classes in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:

@@ -7,6 +7,7 @@ noise, or the average that a callback puts in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -55,11 +56,15 @@ def _sample(weight: Tensor) -> Tensor:
     """
     About `SAMPLED` numbers of a weight, at equal distances: a view.
 
-    They lie on a diagonal. `len(values) // SAMPLED` alone is a number of whole rows for most matrices, and all samples
+    They lie in many columns. For most matrices `len(values) // SAMPLED` is a number of whole rows, and all samples
     would be of the first column: nobody would see a head of attention that is switched off.
     """
     values = weight.detach().flatten()
     distance = max(1, len(values) // SAMPLED)
-    if weight.dim() > 1:
-        distance += max(1, weight.shape[-1] // SAMPLED)
+    if weight.dim() > 1 and len(values):
+        columns = weight.shape[-1]
+        step = max(1, columns // SAMPLED)
+        # A sample is in each column that is a multiple of the two numbers' common divisor.
+        while math.gcd(distance, columns) > step:
+            distance += step
     return values[::distance]

@@ -103,6 +103,8 @@ def check_saved(model: Any) -> None:
     Raises:
         ValueError: with the name of one.
     """
+    # First: under FSDP2 it puts shards in the place of whole parameters that a forward has left.
+    state = model.state_dict(keep_vars=True)
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     # All that peft makes, of whichever adapter.
     others = [name for name in trained if "lora_" not in name and ".modules_to_save." not in name]
@@ -111,8 +113,7 @@ def check_saved(model: Any) -> None:
 
     from peft import get_peft_model_state_dict  # optional, so only here
 
-    # The parameters themselves, because shards of them have no addresses to compare.
-    state = model.state_dict(keep_vars=True)
+    # The parameters themselves are compared, because shards of them have no addresses.
     saved: set[int] = set()
     for adapter in model.peft_config:
         # It has embeddings that were resized, too.

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils import is_bitsandbytes_available
+from trl import DPOConfig, KTOConfig
 
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
@@ -150,15 +151,20 @@ def _check_optimizer(args: RunSettings) -> None:
 
 
 def _check_checkpointing(args: RunSettings) -> None:
-    """Refuse (`ValueError`) ways of gradient checkpointing that fail in the first step of a trainer with rewards."""
-    # Its rollouts switch it off and on again (`disable_gradient_checkpointing`, TRL 1.16), and then these arguments of
-    # the Trainer go to torch's function, which does not have them.
+    """Refuse (`ValueError`) ways of gradient checkpointing that fail where TRL switches it off and on again."""
+    # Switched on again (`disable_gradient_checkpointing`, `unwrap_model_for_generation`, TRL 1.16), it gives these
+    # arguments of the Trainer to torch's function, which does not have them.
     chosen = args.gradient_checkpointing_kwargs or {}
     of_trainer = sorted({"every_n_layers", "offload"} & set(chosen))
-    if of_trainer and args.gradient_checkpointing and hasattr(args, "num_generations"):
+    if not (of_trainer and args.gradient_checkpointing):
+        return
+
+    # For rollouts, for answers that transformers samples, and for a reference model.
+    samples = getattr(args, "distill_on", None) == "rollouts" and not args.has_engine
+    if hasattr(args, "num_generations") or samples or isinstance(args, (DPOConfig, KTOConfig)):
         raise ValueError(
-            f"gradient_checkpointing_kwargs must not have {of_trainer} in a trainer with rewards: TRL would give them "
-            "to torch, which does not know them. Leave them out."
+            f"gradient_checkpointing_kwargs must not have {of_trainer} with this trainer: TRL switches checkpointing "
+            "off and on again, and would give them to torch, which does not know them. Leave them out."
         )
 
 

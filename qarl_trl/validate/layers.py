@@ -240,8 +240,8 @@ def check_tied_by_config(model: str | nn.Module) -> None:
     if isinstance(model, str):
         return
     whole = base_model(model)
-    head = whole.get_output_embeddings()
-    if head is None or head.weight is not whole.get_input_embeddings().weight:
+    head = getattr(whole.get_output_embeddings(), "weight", None)
+    if head is None or head is not getattr(whole.get_input_embeddings(), "weight", None):
         return
 
     # Of a model of several parts only the whole or only the text may have the setting.

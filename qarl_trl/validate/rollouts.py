@@ -80,7 +80,7 @@ def _check_batches(args: RunSettings) -> None:
     if args.accelerator_config.dispatch_batches:
         raise ValueError(
             "accelerator_config: dispatch_batches must be false, got true: accelerate hands out tensors alone, and a "
-            "batch here is a list of prompts."
+            "batch of this trainer is a list of prompts."
         )
     if args.accelerator_config.split_batches and args.world_size > 1:
         raise ValueError(

@@ -211,16 +211,19 @@ def test_code_that_the_configs_name_is_pushed_with_what_it_imports(low_bit):
         "tokenizer_config.json": {"AutoTokenizer": [None, "tokenization_mine.MineTokenizer"]},
         "processor_config.json": {"AutoProcessor": "processing_mine.MineProcessor"},
         "preprocessor_config.json": {"AutoImageProcessor": "image_processing_mine.MineImageProcessor"},
+        "video_preprocessor_config.json": {"AutoVideoProcessor": "video_processing_mine.MineVideoProcessor"},
     }
-    (low_bit / "processor_config.json").write_text("{}")
-    (low_bit / "preprocessor_config.json").write_text("{}")
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        (low_bit / name).write_text("{}")
     for file, auto_map in auto_maps.items():
         content = json.loads((low_bit / file).read_text()) | {"auto_map": auto_map}
         (low_bit / file).write_text(json.dumps(content))
     before = model_files(low_bit).keys()
 
     (low_bit / "modeling_mine.py").write_text("from .parts import NAME\n")
-    of_auto_maps = {f"{part}_mine.py" for part in ("tokenization", "processing", "image_processing")}
+    of_auto_maps = {
+        f"{part}_mine.py" for part in ("tokenization", "processing", "image_processing", "video_processing")
+    }
     for name in ("parts.py", "configuration_mine.py", "train.py", *of_auto_maps):
         (low_bit / name).touch()
 

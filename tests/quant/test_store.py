@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 from functools import partial
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight
 from qarl_trl.quant.layers.lora import merged_weight
 from qarl_trl.quant.quantize import dequantize
+from qarl_trl.quant.samples import sample_weights
 from quant.schemes import NVFP4, names_in, same_tensors
 from quant.toy_layers import IN, OUT, make_input, make_layer, make_model, record_quantizations
 
@@ -186,9 +188,10 @@ def test_an_untrained_weight_that_is_written_through_its_data_is_made_again():
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
 
 
-def test_a_head_of_attention_that_is_switched_off_through_its_data_is_seen():
-    """Its columns of `o_proj` alone are written; rows of 128 numbers, of which the first would be all samples."""
-    model = nn.Sequential(nn.Linear(128, 128))
+@pytest.mark.parametrize("rows", [127, 128, 191])
+def test_a_head_of_attention_that_is_switched_off_through_its_data_is_seen(rows):
+    """Its columns of `o_proj` alone are written; samples of whole rows' distance would all be of the first column."""
+    model = nn.Sequential(nn.Linear(128, rows))
     model.requires_grad_(False)
     apply_quantization(model, "W4A16")
     layer = model[0]
@@ -200,6 +203,29 @@ def test_a_head_of_attention_that_is_switched_off_through_its_data_is_seen():
         layer.weight.data[:, columns] = 0
         store.look_at_untrained()
         assert is_low_bit_form_of(layer.low_bit(), layer.weight)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (8, 8), (1, 64), (64,)])
+def test_of_a_small_weight_all_numbers_are_samples(shape):
+    layer = nn.Module()
+    layer.frozen_weight = None
+    layer.weight = nn.Parameter(torch.arange(float(math.prod(shape))).reshape(shape))
+
+    (sample,) = sample_weights([layer], trained=True).values()
+
+    assert torch.equal(sample, layer.weight.detach().flatten())
+
+
+@pytest.mark.parametrize("columns", [64, 576, 896, 1536, 4096])
+def test_samples_are_in_many_columns_whatever_the_number_of_rows(columns):
+    layer = nn.Module()
+    layer.frozen_weight = None
+    for rows in (63, 64, 95, 127, 128, 191, 255, 896, 1000, 4095):
+        # Each number is its column.
+        layer.weight = nn.Parameter(torch.arange(float(columns)).repeat(rows, 1))
+        (sample,) = sample_weights([layer], trained=True).values()
+        assert 20 < len(sample) <= 130
+        assert len(sample.unique()) > 20
 
 
 def test_untrained_weights_are_compared_all_at_once():

@@ -35,16 +35,33 @@ def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads
     check_arguments("no/such-model", without_quantization, kwargs)
 
 
-@pytest.mark.parametrize("changes", [{"every_n_layers": 2}, {"offload": True, "use_reentrant": False}])
-def test_checkpointing_that_fails_after_the_first_rollouts_is_refused(tmp_path, changes):
-    args = config(tmp_path, gradient_checkpointing_kwargs=changes)
-    with pytest.raises(ValueError, match=f"must not have .*{next(iter(changes))}.* in a trainer with rewards"):
-        check_arguments("org/model", args, {})
+@dataclass
+class LowBitDPOConfig(LowBitConfig, DPOConfig):
+    """As a user may combine the two."""
 
-    # Controls: an argument of torch's, and a trainer that never switches checkpointing off.
-    check_arguments("org/model", config(tmp_path, gradient_checkpointing_kwargs={"use_reentrant": False}), {})
-    without_rewards = LowBitSFTConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing_kwargs=changes)
-    check_arguments("org/model", without_rewards, {})
+
+@pytest.mark.parametrize("kind", [QaRLConfig, LowBitDistillationConfig, LowBitDPOConfig])
+@pytest.mark.parametrize("changes", [{"every_n_layers": 2}, {"offload": True, "use_reentrant": False}])
+def test_checkpointing_that_fails_when_it_is_switched_on_again_is_refused(tmp_path, kind, changes):
+    """For rollouts, for answers that transformers samples, and for the forward of a reference model."""
+    settings = {"use_cpu": True, "bf16": False}
+    with pytest.raises(ValueError, match=f"must not have .*{next(iter(changes))}.* with this trainer"):
+        check_arguments("org/model", kind(str(tmp_path), **settings, gradient_checkpointing_kwargs=changes), {})
+
+    # Control: an argument of torch's.
+    check_arguments(
+        "org/model", kind(str(tmp_path), **settings, gradient_checkpointing_kwargs={"use_reentrant": False}), {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(LowBitSFTConfig, {}), (LowBitDistillationConfig, {"distill_on": "answers"})]
+)
+def test_trainers_that_never_switch_checkpointing_off_may_choose_its_layers(tmp_path, kind, settings):
+    args = kind(
+        str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing_kwargs={"every_n_layers": 2}, **settings
+    )
+    check_arguments("org/model", args, {})
 
 
 def test_a_threshold_for_a_mismatch_that_nothing_measures_is_refused(tmp_path):
@@ -263,11 +280,6 @@ def test_a_run_in_which_nothing_is_in_low_bits_is_said(tmp_path, caplog):
     assert not warned()
     assert not warned(quantize_learner=False, use_vllm=True)
     assert not warned(quantize_learner=False, quant_scheme="none")
-
-
-@dataclass
-class LowBitDPOConfig(LowBitConfig, DPOConfig):
-    """As a user may combine the two."""
 
 
 def test_a_reference_that_is_precomputed_before_the_quantization_is_said(tmp_path, caplog):

@@ -16,6 +16,7 @@ from ...rollout.scheme_support import default_engine_kwargs
 from ...trainers.teacher import base_never_changes, check_own_start, loading_of_own_start
 from ...validate.kv_cache import check_cache_device
 from ...validate.teacher import check_same_vocabulary
+from .memory.engine import WITHOUT_CACHE
 from .model import model_without_weights, parameters, read_config
 from .run import GIB, Hardware, Run, Teacher
 from .seconds.batch import Batch
@@ -53,7 +54,8 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     name = model_args.model_name_or_path
     config = read_config(name)
     quantization = _quantization_of(name, settings)
-    if not hasattr(config.get_text_config(), "num_attention_heads"):
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
+    if not hasattr(config.get_text_config(), "num_attention_heads") or set(kinds) <= set(WITHOUT_CACHE):
         raise ValueError(f"plan needs a model with attention, got {name} ({config.model_type}).")
 
     adapter = _adapter_of(model_args)
@@ -173,13 +175,13 @@ def _check_estimated(settings: Any, model_args: Any) -> None:
     if "eager" in (model_args.attn_implementation, loading.get("attn_implementation")):
         raise ValueError(
             "plan does not count the scores of attn_implementation: eager, which grow with the square of a pass. "
-            "--attn_implementation sdpa gives the least that the run takes."
+            "For the plan alone, --attn_implementation sdpa gives the least that the run takes."
         )
     # With it TRL's supervised fine-tuning computes all logits at once.
     if settings.label_smoothing_factor and not hasattr(settings, "max_completion_length"):
         raise ValueError(
-            "plan does not count the logits that label_smoothing_factor needs. --label_smoothing_factor 0 gives the "
-            "least that the run takes."
+            "plan does not count the logits that label_smoothing_factor needs. For the plan alone, "
+            "--label_smoothing_factor 0 gives the least that the run takes."
         )
 
 

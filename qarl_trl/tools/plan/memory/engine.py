@@ -11,7 +11,7 @@ from ..run import BFLOAT16, GIB, Run
 # Bytes of an awake engine beside weights and cache: passes of 4096 tokens and CUDA graphs. Assumed, not measured.
 ENGINE_WORK = 3 * GIB
 # Layers that keep nothing for each token, as transformers names them in `layer_types`.
-WITHOUT_CACHE = ("linear_attention", "conv")
+WITHOUT_CACHE = ("linear_attention", "conv", "mlp", "moe")
 
 
 def engine_bytes(run: Run) -> int:
@@ -124,7 +124,7 @@ def _cached_layers(run: Run) -> float:
     In how many layers a token is cached, in the mean of the longest row.
 
     A layer of linear attention or of a convolution has a state for each sequence, which is not counted here. One with
-    a sliding window keeps the tokens of its window (vLLM 0.31, `SlidingWindowSpec`).
+    a sliding window keeps the tokens of its window (vLLM 0.31, `SlidingWindowSpec`). Other kinds count whole.
     """
     window = getattr(run.config, "sliding_window", None)
     # Without a list vLLM takes the window for all layers.
