@@ -336,7 +336,7 @@ def test_layers_with_a_window_keep_its_tokens_and_linear_attention_none(eight_bi
     # Six layers each; a mean for each token is rounded up.
     six = ["sliding_attention"] * 5 + ["full_attention"]
     assert row_bytes(six, sliding_window=window) == pytest.approx(5 * sliding + whole, abs=eight_billion.tokens)
-    assert row_bytes(["linear_attention", "mlp", "moe"] + ["full_attention"] * 3) == 3 * whole
+    assert row_bytes(["linear_attention", "conv", "moe"] + ["full_attention"] * 3) == 3 * whole
     # Controls: a window longer than the row, and none.
     assert row_bytes(six, sliding_window=10**6) == 6 * whole
     assert row_bytes(six, sliding_window=None) == 6 * whole
