@@ -466,7 +466,7 @@ def test_a_failed_save_reads_all_weights_for_the_gathers_of_the_other_processes(
     # An unquantized model, which a low-bit one must not replace.
     trainer.model.save_pretrained(tmp_path / "master")
     read_weights.clear()
-    with pytest.raises(ValueError, match="would overwrite"):
+    with pytest.raises(ValueError, match="would be overwritten"):
         trainer.save_model(tmp_path / "master")
 
     assert read_weights == of_whole
