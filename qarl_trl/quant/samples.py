@@ -32,16 +32,27 @@ def sample_weights(layers: Iterable[LowBitLayer], trained: bool) -> Samples:
         layers: Those of a frozen base have no master weights, and are left out.
         trained: Take the weights that need a gradient, or those that need none.
     """
-    samples: dict[Any, list[Tensor]] = {}
+    parameters = []
     for layer in layers:
         if layer.frozen_weight is not None:
             continue
         module: Any = layer
-        for parameter in module.parameters():
-            if parameter.requires_grad == trained:
-                samples.setdefault((parameter.device, parameter.dtype), []).append(_sample(parameter))
+        parameters += [parameter for parameter in module.parameters() if parameter.requires_grad == trained]
+    return sample_parameters(parameters)
 
-    # Not layer by layer: each comparison would wait for the GPU.
+
+def sample_parameters(parameters: Iterable[Tensor]) -> Samples:
+    """
+    Copies of some numbers of parameters.
+
+    Args:
+        parameters: Whole ones, no shards.
+    """
+    samples: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        samples.setdefault((parameter.device, parameter.dtype), []).append(_sample(parameter))
+
+    # Not one by one: each comparison would wait for the GPU.
     return {kind: torch.cat(of_kind) for kind, of_kind in samples.items()}
 
 

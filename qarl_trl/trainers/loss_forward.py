@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..learner.logps import TrlResult
+from ..quant.samples import are_equal
 
 
 logger = get_logger(__name__)
@@ -28,7 +29,7 @@ class LossForward:
     def __init__(self) -> None:
         self._shared: TrlResult | None = None
         self._scored: Mapping[str, Any] = {}
-        self._scored_other_rows = False
+        self._scored_otherwise = False
         self._last: TrlResult | None = None
 
     @contextmanager
@@ -39,24 +40,30 @@ class LossForward:
         Args:
             result: Log-probs and entropies `(B, T)` of its micro-batch, and the balancing loss.
             scored: What it is of, by the arguments of TRL's method: `model`, `input_ids`, `attention_mask` and
-                `logits_to_keep`; and `adapters`, which tells the policies of one model apart.
+                `logits_to_keep`; and `adapters` and `samples` (of weights), which tell the policies of one model
+                apart.
 
         Raises:
             RuntimeError: if the loss scored nothing.
         """
         self._shared = result
         self._scored = scored
-        self._scored_other_rows = False
+        self._scored_otherwise = False
         try:
             yield
             # Read only after a block without an error, which would otherwise be hidden by this one.
-            is_unused = self._shared is not None and not self._scored_other_rows
+            is_unused = self._shared is not None and not self._scored_otherwise
         finally:
             # After an error, too (Ctrl-C in a notebook): the next forward is of other rows.
             self._shared = None
             self._scored = {}
         if is_unused:
             raise RuntimeError("A loss without `_get_per_token_logps_and_entropies` cannot share a pass.")
+
+    @property
+    def is_sharing(self) -> bool:
+        """Whether a loss is computed that shall use a forward which ran before, and has not yet."""
+        return self._shared is not None
 
     def take_shared(self, asked: Mapping[str, Any]) -> TrlResult | None:
         """
@@ -67,16 +74,19 @@ class LossForward:
 
         Returns:
             `None` if it shall make one: there is none, or the call is of something else. A user's `_compute_loss` may
-            score another model, the model without its adapter, or other rows.
+            score another model, the model without its adapter or with other weights, or other rows.
         """
         # Whatever a loss is compared with is scored without gradients, or is another policy.
         if self._shared is None or not torch.is_grad_enabled():
             return None
-        is_policy = asked["model"] is self._scored["model"] and asked["adapters"] == self._scored["adapters"]
-        if not is_policy:
+        if asked["model"] is not self._scored["model"] or asked["adapters"] != self._scored["adapters"]:
+            return None
+        if not are_equal(asked["samples"], self._scored["samples"]):
+            # Of the policy at other weights, such as those of a sharpness-aware step. It need not score itself again.
+            self._scored_otherwise = True
             return None
         if not _are_of_same_rows(asked, self._scored):
-            self._scored_other_rows = True
+            self._scored_otherwise = True
             logger.warning_once(
                 "A _compute_loss scores other rows than those of its micro-batch, whose pass is wasted then. With a "
                 "compute_loss of its own a class gets a pass for each micro-batch."

@@ -19,7 +19,8 @@ from ..learner.groups import MicroBatchGroups, scored_arguments
 from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
 from ..quant.names import adapters_in_use
-from .forwards import method_of_user
+from ..quant.samples import sample_parameters
+from .forwards import OF_A_LOSS, method_of_user
 from .loss_forward import LossForward
 
 
@@ -124,8 +125,8 @@ class PackedMixin:
             "compute_aux_loss": compute_aux_loss,
         }
         # Before anything else: this may be the call within a loss whose forward ran before.
-        if self._passes is not None:
-            shared = self._loss_forward.take_shared(text | _of_model(self._passes.unwrap(model)))
+        if self._passes is not None and self._loss_forward.is_sharing:
+            shared = self._loss_forward.take_shared(text | self._policy_of(self._passes.unwrap(model)))
             if shared is not None:
                 return shared
 
@@ -226,10 +227,21 @@ class PackedMixin:
         for micro_batch, forward in zip(together, self._forwards_of_group(model, together), strict=True):
             # TRL ends its window of entropies where gradients are synchronized, so only with the last one.
             ends_update = self.accelerator.sync_gradients and micro_batch is together[-1]
-            scored = _of_model(self._unwrapped) | scored_arguments([micro_batch])
+            scored = self._policy_of(self._unwrapped) | scored_arguments([micro_batch])
             with self._loss_forward.sharing(forward, scored), accumulating(self.accelerator, ends_update):
                 losses.append(compute_one(micro_batch))
         return losses
+
+    def _policy_of(self, model: nn.Module) -> dict[str, Any]:
+        """
+        What tells the policies of forwards apart: the model, its adapters, and where a user's loss may put other
+        weights in place, samples of the weights. Those of shards are not looked at.
+        """
+        parameters: list[Tensor] = []
+        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if method_of_user(self, OF_A_LOSS) and not is_sharded:
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return {"model": model, "adapters": adapters_in_use(model), "samples": sample_parameters(parameters)}
 
     def _forwards_of_group(self, model: nn.Module, together: list[dict[str, Any]]) -> list[TrlResult]:
         """One forward pass over micro-batches, as the result of TRL's method for each of them."""
@@ -274,8 +286,3 @@ def _looks_at_micro_batches(trainer: Any) -> str | None:
     """
     methods = ("compute_loss", "training_step", "_prepare_inputs", "_get_per_token_logps_and_entropies")
     return method_of_user(trainer, methods)
-
-
-def _of_model(model: nn.Module) -> dict[str, Any]:
-    """What tells the policy of a forward: the model without its wrappers, and its adapters."""
-    return {"model": model, "adapters": adapters_in_use(model)}

@@ -28,12 +28,13 @@ def test_a_loss_takes_its_own_forward_once():
         forward.take()
 
 
-def scored(model="policy", token=3, keep=1, adapter="default"):
-    """Arguments of TRL's method, and the adapter in use."""
+def scored(model="policy", token=3, keep=1, adapter="default", weight=1.0):
+    """Arguments of TRL's method, the adapter in use, and a sample of the weights."""
     ids = torch.tensor([[2, token]])
     return {
         "model": model,
         "adapters": frozenset([(adapter, False)]),
+        "samples": {"cpu": torch.tensor([weight])},
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
         "logits_to_keep": keep,
@@ -63,6 +64,7 @@ def test_a_shared_forward_is_not_that_of_anything_else():
     with forward.sharing(shared, scored()):
         assert forward.take_shared(scored(model="teacher")) is None
         assert forward.take_shared(scored(adapter="reference")) is None
+        assert forward.take_shared(scored(weight=2.0)) is None
         with torch.no_grad():  # the policy without its adapter
             assert forward.take_shared(scored()) is None
         assert forward.take_shared(scored(token=4)) is None
@@ -72,6 +74,9 @@ def test_a_shared_forward_is_not_that_of_anything_else():
     # A loss of other rows makes a forward of its own, and says so.
     with forward.sharing(shared, scored()):
         assert forward.take_shared(scored(token=4)) is None
+    # One at other weights, as a sharpness-aware step has it.
+    with forward.sharing(shared, scored()):
+        assert forward.take_shared(scored(weight=2.0)) is None
     # What a loss is compared with is none.
     with pytest.raises(RuntimeError, match="cannot share a pass"), forward.sharing(shared, scored()):
         assert forward.take_shared(scored(model="teacher", token=4)) is None

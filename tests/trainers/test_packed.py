@@ -175,3 +175,39 @@ def test_a_shared_pass_is_not_that_of_the_base_without_its_adapter(dense_model, 
     # A new adapter adds nothing.
     assert trainer.distances[:2] == [0, 0]
     assert min(trainer.distances[2:]) > 0.1
+
+
+class NoiseInLoss(QaRLTrainer):
+    """Scores itself with other weights, with gradients and before the policy, as an adversarial loss does."""
+
+    distances: list[float]
+
+    def _compute_loss(self, model, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        arguments = (model, ids, mask, inputs["completion_ids"].shape[1])
+
+        matrix = self.accelerator.unwrap_model(model).model.layers[0].mlp.down_proj.weight
+        before = matrix.data.clone()
+        # Through `.data`: no version of a parameter tells of it.
+        matrix.data.mul_(-1)
+        other, _, _ = self._get_per_token_logps_and_entropies(*arguments)
+        matrix.data.copy_(before)
+
+        loss = super()._compute_loss(model, inputs)
+        with torch.no_grad():
+            policy, _, _ = self._get_per_token_logps_and_entropies(*arguments)
+        self.distances.append(((other - policy).abs() * inputs["completion_mask"]).sum().item())
+        return loss
+
+
+def test_a_shared_pass_is_not_that_of_weights_which_are_in_place_for_a_while(dense_model, tmp_path):
+    updates = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 2}
+    args = QaRLConfig(**without_engine(tmp_path, gradient_checkpointing=False, **updates))
+    trainer = NoiseInLoss(dense_model, distinct_characters, args, train_dataset=prompts())
+    trainer.distances = []
+
+    trainer.train()
+
+    assert trainer._groups is not None  # control: the micro-batches of an update share a pass
+    assert min(trainer.distances) > 0.1
