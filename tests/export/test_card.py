@@ -366,6 +366,16 @@ def test_a_card_says_what_ran_in_low_bits(tiny_model, kind, aligned, samples, sa
     assert ("trained by reinforcement learning on low-bit rollouts" in text) == (aligned or samples)
 
 
+@pytest.mark.parametrize(("samples", "ran"), [(True, "The learner and the rollouts ran"), (False, "The learner ran")])
+def test_a_card_of_a_frozen_base_names_rollouts_only_of_an_engine(tiny_model, samples, ran):
+    """Supervised fine-tuning has none."""
+    quantization = quantized_layers(tiny_model, {"Linear": None}, ["lm_head"])
+
+    card = render_card("frozen_adapter", None, quantization, **FACTS, **OF_ADAPTER, **TRAINED | {"samples": samples})
+
+    assert f"{ran} on base and adapter together" in card.text
+
+
 def test_a_card_names_a_scheme_of_another_method_by_its_bits():
     weights = {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 32}
     quantization = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}

@@ -142,72 +142,69 @@ def test_log_probs_of_a_users_class_are_those_of_old_and_of_the_loss(
         assert second != 1  # control: they move
 
 
-class BaseInLoss(QaRLTrainer):
-    """Adds a distance to the base, which it scores with gradients and before the policy."""
+class ComparingLoss(QaRLTrainer):
+    """Scores another policy, with gradients and before its own, and notes how far apart the two are."""
 
-    distances: list[float]
-
-    def _compute_loss(self, model, inputs):
-        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        arguments = (model, ids, mask, inputs["completion_ids"].shape[1])
-
-        with self.accelerator.unwrap_model(model).disable_adapter():
-            base, _, _ = self._get_per_token_logps_and_entropies(*arguments)
-        loss = super()._compute_loss(model, inputs)
-        with torch.no_grad():
-            policy, _, _ = self._get_per_token_logps_and_entropies(*arguments)
-
-        self.distances.append(((base - policy).abs() * inputs["completion_mask"]).sum().item())
-        return loss + 0.1 * (base.detach() * inputs["completion_mask"]).mean()
-
-
-def test_a_shared_pass_is_not_that_of_the_base_without_its_adapter(dense_model, tmp_path):
-    """It would be the policy's own, and each distance from it 0."""
-    updates = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 2, "learning_rate": 1e-2}
-    args = QaRLConfig(**without_engine(tmp_path, gradient_checkpointing=False, **updates))
-    trainer = BaseInLoss(dense_model, distinct_characters, args, train_dataset=prompts(), peft_config=adapter())
-    trainer.distances = []
-
-    trainer.train()
-
-    assert trainer._groups is not None  # control: the micro-batches of an update share a pass
-    # A new adapter adds nothing.
-    assert trainer.distances[:2] == [0, 0]
-    assert min(trainer.distances[2:]) > 0.1
-
-
-class NoiseInLoss(QaRLTrainer):
-    """Scores itself with other weights, with gradients and before the policy, as an adversarial loss does."""
-
-    distances: list[float]
+    def other_policy(self):
+        """A context in which the model is the other policy."""
+        raise NotImplementedError
 
     def _compute_loss(self, model, inputs):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         arguments = (model, ids, mask, inputs["completion_ids"].shape[1])
 
-        matrix = self.accelerator.unwrap_model(model).model.layers[0].mlp.down_proj.weight
-        before = matrix.data.clone()
-        # Through `.data`: no version of a parameter tells of it.
-        matrix.data.mul_(-1)
-        other, _, _ = self._get_per_token_logps_and_entropies(*arguments)
-        matrix.data.copy_(before)
-
+        with self.other_policy():
+            other, _, _ = self._get_per_token_logps_and_entropies(*arguments)
         loss = super()._compute_loss(model, inputs)
         with torch.no_grad():
             policy, _, _ = self._get_per_token_logps_and_entropies(*arguments)
+
         self.distances.append(((other - policy).abs() * inputs["completion_mask"]).sum().item())
         return loss
 
 
-def test_a_shared_pass_is_not_that_of_weights_which_are_in_place_for_a_while(dense_model, tmp_path):
+class BaseInLoss(ComparingLoss):
+    """Compares with the base, without its adapter."""
+
+    def other_policy(self):
+        return self.model.disable_adapter()
+
+
+class NoiseInLoss(ComparingLoss):
+    """Compares with other weights, as an adversarial loss does."""
+
+    @contextlib.contextmanager
+    def other_policy(self):
+        matrix = self.model.model.layers[0].mlp.down_proj.weight
+        before = matrix.data.clone()
+        # Through `.data`: no version of a parameter tells of it.
+        matrix.data.mul_(-1)
+        yield
+        matrix.data.copy_(before)
+
+
+def distances_in_shared_passes(kind, model, folder, peft_config=None, **changes):
+    """The distances of two updates of two micro-batches each, which share a pass."""
     updates = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 2}
-    args = QaRLConfig(**without_engine(tmp_path, gradient_checkpointing=False, **updates))
-    trainer = NoiseInLoss(dense_model, distinct_characters, args, train_dataset=prompts())
+    args = QaRLConfig(**without_engine(folder, gradient_checkpointing=False, **updates, **changes))
+    trainer = kind(model, distinct_characters, args, train_dataset=prompts(), peft_config=peft_config)
     trainer.distances = []
 
     trainer.train()
 
-    assert trainer._groups is not None  # control: the micro-batches of an update share a pass
-    assert min(trainer.distances) > 0.1
+    assert trainer._groups is not None  # control
+    return trainer.distances
+
+
+def test_a_shared_pass_is_not_that_of_the_base_without_its_adapter(dense_model, tmp_path):
+    """It would be the policy's own, and each distance from it 0."""
+    distances = distances_in_shared_passes(BaseInLoss, dense_model, tmp_path, adapter(), learning_rate=1e-2)
+
+    # A new adapter adds nothing.
+    assert distances[:2] == [0, 0]
+    assert min(distances[2:]) > 0.1
+
+
+def test_a_shared_pass_is_not_that_of_weights_which_are_in_place_for_a_while(dense_model, tmp_path):
+    assert min(distances_in_shared_passes(NoiseInLoss, dense_model, tmp_path)) > 0.1
