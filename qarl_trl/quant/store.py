@@ -55,6 +55,8 @@ class LowBitStore:
         self._kept = KeptWeights()
         # Of the master weights that nobody trains; `None` before the first look.
         self._samples: Samples | None = None
+        # Whether the next forward looks at them.
+        self._look_is_due = False
         # Of those that are trained, with the count of changes that belongs to it.
         self._trained_samples: tuple[int, Samples] | None = None
         # Whether the last look at trained weights found others, of which nothing had told.
@@ -139,6 +141,10 @@ class LowBitStore:
         self._changes += 1
         self._look_for_shards()
 
+    def untrained_may_have_changed(self) -> None:
+        """Say that somebody may write to master weights that nobody trains. The next forward looks at them."""
+        self._look_is_due = True
+
     def look_at_untrained(self) -> None:
         """
         Forget all low-bit weights if master weights that nobody trains changed since the last call.
@@ -207,6 +213,9 @@ class LowBitStore:
         """
         if layer.frozen_weight is not None:
             return layer.frozen_weight
+        if self._look_is_due:
+            self._look_is_due = False
+            self.look_at_untrained()
 
         # Where FSDP2 gathers quantized values, it has them during a forward, and only rows before and after it.
         parameters = layer.sources(name)

@@ -32,8 +32,9 @@ class TellStore(TrainerCallback):
         # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing
         # asked for low-bit weights since the last step, it costs nothing.
         self._store.weights_changed()
-        # Or to weights that nobody trains, as those that merge an adapter into its base do (ReLoRA).
-        self._store.look_at_untrained()
+        # Or to weights that nobody trains, as those that merge an adapter into its base do (ReLoRA). Callbacks after
+        # this one may still do so.
+        self._store.untrained_may_have_changed()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._store.weights_changed()

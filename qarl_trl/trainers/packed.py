@@ -38,7 +38,7 @@ class PackedMixin:
     Attributes:
         _passes: Runs the passes; `None` for TRL's padded ones.
         _groups: Which micro-batches of an update share a pass; `None` if each has its own, as for a user's class that
-            looks at each loss.
+            looks at each loss, or one with a loss of its own under FSDP2.
         _loss_forward: Carries the forward of a pass into the losses of the micro-batches that shared it.
         _update_began_at: TRL's `_step` at the first micro-batch of the current update.
     """
@@ -74,16 +74,20 @@ class PackedMixin:
     def _keep_apart_if_looked_at(self) -> None:
         """Let no micro-batches share a pass if a user's code sees each of them, and say so."""
         method = _looks_at_micro_batches(self)
+        if method is None and self.is_fsdp_enabled:
+            # It may put other weights in place, and those of shards are not looked at.
+            method = method_of_user(self, ("_compute_loss",))
         if method is None or self._groups is None:
             return
 
         self._groups = None
         if self.args.gradient_accumulation_steps > 1:
+            advice = "" if self.is_fsdp_enabled else " An override of _compute_loss lets them share passes."
             logger.warning(
-                "%s has a %s of its own, so each micro-batch runs in a pass of its own. That is slower. An override "
-                "of _compute_loss lets them share passes.",
+                "%s has a %s of its own, so each micro-batch runs in a pass of its own. That is slower.%s",
                 type(self).__name__,
                 method,
+                advice,
             )
 
     # Log-probs -------------------------------------------------------------------------------------------------------
@@ -235,11 +239,10 @@ class PackedMixin:
     def _policy_of(self, model: nn.Module) -> dict[str, Any]:
         """
         What tells the policies of forwards apart: the model, its adapters, and where a user's loss may put other
-        weights in place, samples of the weights. Those of shards are not looked at.
+        weights in place, samples of the weights. Shards have none: no pass is shared there with such a loss.
         """
         parameters: list[Tensor] = []
-        is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if method_of_user(self, OF_A_LOSS) and not is_sharded:
+        if method_of_user(self, OF_A_LOSS):
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return {"model": model, "adapters": adapters_in_use(model), "samples": sample_parameters(parameters)}
 

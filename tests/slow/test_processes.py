@@ -361,6 +361,42 @@ def test_an_adapter_is_saved_beside_sharded_checkpoints(tmp_path, lora_base):
 # Quantized values instead of weights ---------------------------------------------------------------------------------
 
 
+def _compare_with_noise(model: str, folder: str) -> list[float]:
+    """How far the log-probs of a loss are from those with a matrix negated for one forward, in each micro-batch."""
+    updates = {"max_steps": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    trainer = trainer_of_two(model, folder, True, use_vllm=False, max_completion_length=8, **updates)
+    compute_loss = trainer._compute_loss
+    distances = []
+
+    def compare(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        arguments = (model, ids, mask, inputs["completion_ids"].shape[1])
+
+        shard = trainer.model.model.layers[0].mlp.down_proj.weight.to_local()
+        shard.data.mul_(-1)
+        noisy, _, _ = trainer._get_per_token_logps_and_entropies(*arguments)
+        shard.data.mul_(-1)
+        loss = compute_loss(model, inputs)
+        with torch.no_grad():
+            policy, _, _ = trainer._get_per_token_logps_and_entropies(*arguments)
+        distances.append((noisy - policy)[inputs["completion_mask"].bool()].abs().max().item())
+        return loss
+
+    trainer._compute_loss = compare
+    trainer.train()
+    return distances
+
+
+def test_a_loss_with_other_weights_in_its_shards_shares_no_pass(tmp_path):
+    """Of the pass that its micro-batches would share, the distances would be 0."""
+    model = save_model(tmp_path / "model", layers=1)
+
+    for distances in isolated_group(_compare_with_noise, 2, model, str(tmp_path / "run")):
+        assert len(distances) == 4
+        assert min(distances) > 1e-2
+
+
 def _train_sharded(model: str, folder: str, gather_quantized: bool) -> dict[str, Any]:
     """A run whose forward gathers quantized values, or whole weights."""
     changes = {"use_vllm": False, "max_completion_length": 8, "optim_muon": True, "gradient_checkpointing": True}

@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer, QaRLConfig, QaRLTrainer
 from qarl_trl.quant import low_bit_store
 from qarl_trl.trainers.forwards import ForwardGuard
+from quant.test_store import is_low_bit_form_of
 from trainers.runs import settings
 from trainers.test_low_bit import data_of
 
@@ -163,3 +164,30 @@ def test_a_copied_or_stored_model_does_not_know_the_trainer(model, tmp_path):
     assert loss_of(copy.deepcopy(trainer.model)) == expected
     guard = pickle.loads(pickle.dumps(ForwardGuard(trainer.low_bit_store).before)).__self__
     assert guard._store is None
+
+
+class WritesToUntrained(TrainerCallback):
+    """Doubles a weight that nobody trains when a step begins, without a trace."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        self.is_seen = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.layer.weight.data.mul_(2)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.is_seen.append(is_low_bit_form_of(self.layer.low_bit(), self.layer.weight))
+
+
+def test_a_step_sees_what_a_callback_writes_to_untrained_weights_at_its_beginning(model, tmp_path):
+    args = LowBitSFTConfig(**settings(tmp_path / "run", max_steps=3))
+    trainer = LowBitSFTTrainer(model, args=args, **data_of("sft", model))
+    layer = trainer.model.model.layers[0].mlp.up_proj
+    layer.weight.requires_grad_(False)
+    writes = WritesToUntrained(layer)
+    trainer.add_callback(writes)
+
+    trainer.train()
+
+    assert writes.is_seen == [True, True, True]
