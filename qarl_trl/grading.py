@@ -37,6 +37,12 @@ _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
+# Words that math-verify would read as products of their letters, in any order. Fewer letters may be such a product, as
+# xyz is, or a line from A to B.
+_WORDS = re.compile(r"(?=.*(?:[^\W\d_]{4}|[A-Z]{3}))[^\W\d_]+(?: [^\W\d_]+)*")
+# Signs that math-verify does not read as LaTeX's commands.
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
+_FRACTIONS = {"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
 _DATE = re.compile(r"(?<!\d)\d{4}-\d\d-\d\d(?!\d)")
 # math-verify compares floats to six places, in which numbers below this have no three digits left.
 _TINY = 1e-3
@@ -77,8 +83,13 @@ def grade(completion: str, reference: str) -> float | None:
 
     # math-verify tells words in a formula from the same words out of it: \text{not enough} from "not enough".
     words = _boxed_words(completion)
-    if words and words == (_boxed_words(reference) if last_box(reference) else _plain(reference)):
-        return 1.0
+    expected_words = _boxed_words(reference) if last_box(reference) else _plain(reference)
+    if words and expected_words:
+        if words.casefold() == expected_words.casefold():
+            return 1.0
+        # "post" is not "stop".
+        if _WORDS.fullmatch(words) and _WORDS.fullmatch(expected_words):
+            return 0.0
 
     for answer in _announced_in(completion):
         for expected in gold:
@@ -126,6 +137,10 @@ def _readings(text: str) -> list[str]:
     read = _ESCAPED_DOLLAR.sub("", read)
     read = _THOUSANDS.sub(_without_separators, read)
     read = _STOP_IN_BRACES.sub("", read)
+    read = read.replace("°", r"^\circ")
+    read = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", read)
+    for sign, fraction in _FRACTIONS.items():
+        read = read.replace(sign, fraction)
     read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
     return [text] if read == text else [text, read]
 
@@ -151,7 +166,7 @@ def _with_parts_in_one_box(text: str) -> str:
 
 
 def _boxed_words(text: str) -> str | None:
-    """The last box as plain words, to be compared letter by letter; `None` if another answer stands near it."""
+    """The last box as plain words, to be compared letter by letter in any case; `None` if another answer stands near it."""
     place = last_box(text)
     if place is None:
         return None
@@ -169,7 +184,7 @@ def _boxed_words(text: str) -> str | None:
 def _plain(answer: str) -> str:
     """An answer as plain words: without LaTeX's commands for text, and with single spaces."""
     words = _SET_AS_TEXT.sub(r"\1", answer.replace("$", " "))
-    return _SPACES.sub(" ", words).strip().casefold()
+    return _SPACES.sub(" ", words).strip()
 
 
 def _without_separators(number: re.Match) -> str:

@@ -154,8 +154,13 @@ def _load_problems(
 def _load_rows(
     settings: DataArguments, config: Any, name_or_path: str, split: str, config_name: str | None
 ) -> Dataset:
-    """Rows as they are: TRL reads their columns."""
-    return load_rows(name_or_path, split, config_name)
+    """Rows as they are: TRL reads their columns. Without a `prompt` that has no completion."""
+    rows = load_rows(name_or_path, split, config_name)
+    columns = set(rows.column_names)
+    # TRL takes each row with a prompt for one with a completion. UltraChat has it beside the messages.
+    if "prompt" in columns and "completion" not in columns and columns & {"messages", config.dataset_text_field}:
+        return rows.remove_columns("prompt")
+    return rows
 
 
 def _load_prompts(

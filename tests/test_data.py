@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 from lines import write_rows
 
 from qarl_trl.data import final_answer, load_math_dataset, load_prompts, load_rows, local_path
@@ -203,6 +203,48 @@ def test_messages_that_a_prompt_as_text_leaves_out_are_said(write, caplog):
     assert "1 of 2 rows have a system message or earlier turns in 'prompt'" in caplog.text
 
 
+def test_messages_that_are_json_in_a_text_are_refused(write):
+    """The model would read the JSON."""
+    path = write([{"prompt": json.dumps(user("1+1?")), "answer": "2"}])
+
+    with pytest.raises(ValueError, match="must be text, or a list of messages, got messages that are JSON in a text"):
+        load_math_dataset(path)
+
+    # Control: a list that is part of a problem.
+    assert load_math_dataset(write([{"prompt": "[1, 2] reversed?", "answer": "[2, 1]"}], "list.jsonl"))[0]
+
+
+def test_an_answer_of_a_class_is_its_name(tmp_path):
+    """As MMLU has them; the number would be another answer."""
+    classes = Features({"question": Value("string"), "answer": ClassLabel(names=["A", "B", "C"])})
+    rows = [{"question": "Which is second?", "answer": 1}, {"question": "None?", "answer": None}]
+    path = str(tmp_path / "set.parquet")
+    Dataset.from_list(rows, features=classes).to_parquet(path)
+
+    assert load_math_dataset(path)[:]["answer"] == ["B"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"choices": ["1", "2"]}, "['choices']"),
+        ({"choices": {"text": ["1"], "label": ["A"]}}, "['choices.text', 'choices.label']"),
+        ({"Images": ["a.png"]}, "['Images']"),
+        # Control: a column without which a question is whole.
+        ({"subject": "algebra"}, None),
+    ],
+)
+def test_columns_that_belong_to_a_question_are_said_to_be_left_out(write, caplog, columns, said):
+    path = write([{"problem": "Which?", "answer": "2"} | columns])
+
+    load_math_dataset(path)
+    load_prompts(path)
+
+    warnings = [text for text in caplog.messages if "are left out: the model sees 'problem' alone" in text]
+    assert len(warnings) == (0 if said is None else 2)
+    assert all(said in text for text in warnings)
+
+
 def test_named_columns_win(write):
     path = write([{"problem": "a", "text": "b", "answer": "1", "meta": {"gold": "2"}}])
 
@@ -280,14 +322,14 @@ def test_references_that_are_explanations_are_said(write, caplog, solution, is_s
 
 def test_rows_without_problem_or_answer_are_left_out_and_counted(write, caplog):
     rows = []
-    for problem, answer in [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3")]:
+    for problem, answer in [("a", ""), ("b", "1"), ("c", None), (None, "2"), ("", "3"), (" ", "4")]:
         rows.append({"problem": problem, "answer": answer})
     path = write(rows)
 
     with caplog.at_level(logging.WARNING, logger="qarl_trl.data"):
         assert load_math_dataset(path)["answer"] == ["1"]
 
-    assert "4 of 5 rows" in caplog.text
+    assert "5 of 6 rows" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -372,6 +414,11 @@ def test_a_hub_id_is_no_path():
         # OlympiadBench: the parts of one answer.
         (["$2$", "$-3$"], "$2$, $-3$"),
         ([1, 2.0], "1, 2"),
+        # Skywork-OR1: the same as JSON in a text. A matrix of texts is one answer.
+        ('["1", "-2"]', "1, -2"),
+        ('["$\\frac{1}{2}$"]', '["$\\frac{1}{2}$"]'),
+        (r'["\\frac{1}{2}"]', r"\frac{1}{2}"),
+        ("[1, 2]", "[1, 2]"),
         # Not 1e-05, which is 1 e - 5 for the grader.
         (1e-05, "0.00001"),
         (-2.5e-07, "-0.00000025"),

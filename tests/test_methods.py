@@ -71,6 +71,15 @@ def test_a_recipe_ends_in_a_low_bit_model(recipe, tmp_path, command):
     assert set(TAGS.values()) & set(tags) == {TAGS[command]}
 
 
+def test_texts_that_have_their_question_as_a_prompt_beside_them_are_trained_on(recipe, tmp_path):
+    """As UltraChat has it beside its messages; TRL would ask for a completion."""
+    data = write_rows(tmp_path / "chats.jsonl", [{"prompt": "0+1=", "text": "0+1=1"}] * 16)
+
+    cli.main(["sft", "--config", recipe("sft"), "--dataset_name_or_path", str(data)])
+
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("command", METHODS)
 def test_a_dry_run_prints_the_settings_and_loads_nothing(recipe, capsys, monkeypatch, command):
     monkeypatch.setattr("qarl_trl.train.make_trainer", lambda *args: pytest.fail("a dry run must not train"))

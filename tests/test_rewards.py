@@ -46,6 +46,24 @@ def log(monkeypatch, caplog):
     [
         (r"... so $x = \boxed{42}$.", "42", 1.0),
         (r"\boxed{41}", "42", 0.0),
+        # Words are no products of their letters.
+        (r"\boxed{BADC}", "ABCD", 0.0),
+        (r"\boxed{BAC}", "ABC", 0.0),
+        (r"\boxed{stop}", "post", 0.0),
+        (r"\boxed{\text{not enough}}", "enough not", 0.0),
+        (r"\boxed{abcd}", "ABCD", 1.0),
+        # These may be.
+        (r"\boxed{zyx}", "xyz", 1.0),
+        (r"\boxed{BA}", "AB", 1.0),
+        # Signs in place of LaTeX's commands.
+        (r"\boxed{90^\circ}", "90°", 1.0),
+        (r"\boxed{90}", "90°", 1.0),
+        (r"\boxed{80°}", "90°", 0.0),
+        (r"\boxed{\frac12}", "½", 1.0),
+        (r"\boxed{\frac14}", "½", 0.0),
+        (r"\boxed{3\sqrt{2}}", "3√2", 1.0),
+        (r"\boxed{√(x+1)}", r"\sqrt{x+1}", 1.0),
+        (r"\boxed{3\sqrt{3}}", "3√2", 0.0),
         # A date is no subtraction.
         (r"\boxed{2018}", "2024-01-05", 0.0),
         (r"\boxed{2024-01-06}", "2024-01-05", 0.0),

@@ -12,7 +12,7 @@ from .rows import SLOT, as_written, completion_of, final_answer, prompt_of, with
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import ClassLabel, Dataset, Features
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ _WRITTEN_BREAK = re.compile(
 # none.
 _WORD = r"(?<![\\{A-Za-z])[A-Za-z][a-z]+"
 _PROSE = re.compile(rf"[a-z\d)$}}]\.\s+[A-Z][a-z]*,?\s+\S|{_WORD}[^\n]*\n[^\n]*{_WORD}")
+# Columns that belong to a question.
+_BESIDE_A_QUESTION = ("choices", "options", "image", "images", "video", "audio", "tools")
 # Above it not every whole number is a float.
 _LARGEST_WHOLE = 2.0**53
 _LARGEST_WHOLE_OF = {"float16": 2.0**11, "float32": 2.0**24}
@@ -82,15 +84,19 @@ def load_math_dataset(
 
     say_if_times(dataset, [problem_column, answer_column])
     _say_what_is_left_out(dataset, problem_column, conversational)
+    _say_if_unanswerable(dataset, problem_column)
     _say_lost_digits(dataset, answer_column)
     short_dtype = _short_dtype(dataset, answer_column)
+    names = _names_of_classes(dataset, answer_column)
 
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         problem = as_written(row[problem_column])
         prompt = None
-        if problem:
+        if _is_there(problem):
             prompt = prompt_of(problem, prompt_template, system_prompt, conversational)
         answer = row[answer_column]
+        if names is not None and answer is not None:
+            answer = names.int2str(answer)
         if short_dtype is not None:
             answer = with_digits_of(answer, short_dtype)
         return {"prompt": prompt, "answer": final_answer(answer)}
@@ -132,6 +138,7 @@ def load_prompts(
     problem_column = _column(dataset, problem_column, PROBLEM_COLUMNS, "problem_column", name_or_path)
     columns = ["prompt"]
     _say_what_is_left_out(dataset, problem_column, conversational)
+    _say_if_unanswerable(dataset, problem_column)
     if completion_column is not None:
         _column(dataset, completion_column, (), "completion_column", name_or_path)
         columns.append("completion")
@@ -142,7 +149,7 @@ def load_prompts(
     def convert(row: dict[str, Any]) -> dict[str, Any]:
         converted: dict[str, Any] = {"prompt": None}
         problem = as_written(row[problem_column])
-        if problem:
+        if _is_there(problem):
             converted["prompt"] = prompt_of(problem, prompt_template, system_prompt, conversational)
         if completion_column is not None:
             converted["completion"] = completion_of(as_written(row[completion_column]), conversational)
@@ -202,6 +209,30 @@ def _say_what_is_left_out(dataset: Dataset, column: str, conversational: bool, i
             f"{cut} of {len(dataset)} rows have a system message or earlier turns in {column!r}, which prompts as "
             "text leave out (conversational=False). What the model must see belongs into prompt_template."
         )
+
+
+def _is_there(problem: Any) -> bool:
+    """Whether a row has a problem: a blank text is none."""
+    return bool(problem.strip() if isinstance(problem, str) else problem)
+
+
+def _say_if_unanswerable(dataset: Dataset, column: str) -> None:
+    """Warn of columns without which nobody may answer a question: a prompt holds the problem alone."""
+    # `flatten` has made several columns of an image, and of choices that have labels.
+    needed = [name for name in dataset.column_names if name.partition(".")[0].lower() in _BESIDE_A_QUESTION]
+    if needed:
+        logger.warning(
+            f"The columns {needed} are left out: the model sees {column!r} alone. If it needs them, write them into "
+            "the problem; images and tools need a script, with a data set of its own."
+        )
+
+
+def _names_of_classes(dataset: Dataset, column: str) -> ClassLabel | None:
+    """What names the numbers of a column of classes; `None` for another column."""
+    from datasets import ClassLabel
+
+    feature = dataset.features[column]
+    return feature if isinstance(feature, ClassLabel) else None
 
 
 def _short_dtype(dataset: Dataset, column: str) -> str | None:

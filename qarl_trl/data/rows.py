@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from ..rewards import text_of
 SLOT = "{problem}"
 # A comma between thousands, not one between the parts of "(1, 2)".
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_MESSAGES_IN_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content)['\"]\s*:")
 
 
 def prompt_of(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:
@@ -60,6 +62,11 @@ def completion_of(completion: Any, conversational: bool) -> Any:
 
 def _messages(problem: Any) -> list[dict[str, Any]]:
     """A problem as new chat messages of role and content."""
+    if isinstance(problem, str) and _MESSAGES_IN_TEXT.match(problem):
+        raise ValueError(
+            f"A prompt must be text, or a list of messages, got messages that are JSON in a text: {problem!r:.200}. "
+            "Read them by json.loads, and save them as lists."
+        )
     if not isinstance(problem, list):
         return [{"role": "user", "content": str(problem)}]
 
@@ -83,12 +90,13 @@ def final_answer(reference: Any) -> str:
     Boxes beside each other ("`\boxed{1}` or `\boxed{2}`") are the parts of one answer.
 
     Args:
-        reference: A text, a number, a date, a list of these (the parts of one answer), or chat messages (the last
-            counts).
+        reference: A text, a number, a date, a list of these (the parts of one answer; also as JSON in a text), or chat
+            messages (the last counts).
 
     Returns:
         `""` without an answer, also for NaN. Whole floats lose their `.0`.
     """
+    reference = _list_in_text(reference)
     if isinstance(reference, list) and not any(isinstance(part, dict) for part in reference):
         # OlympiadBench: the parts of one answer.
         return ", ".join(final_answer(part) for part in reference)
@@ -108,6 +116,20 @@ def final_answer(reference: Any) -> str:
     # Boxes beside each other are one answer, as in a completion.
     parts = [part for part in last_boxes(text) if part]
     return (", ".join(parts) or text).strip()
+
+
+def _list_in_text(reference: Any) -> Any:
+    """A list of texts that is JSON in a text, as Skywork-OR1 has its answers; anything else as it is."""
+    if not isinstance(reference, str) or not reference.strip().startswith('["'):
+        return reference
+    try:
+        parts = json.loads(reference)
+    except ValueError:
+        return reference
+    # An answer may be a matrix, whose rows are lists. And where backslashes are not doubled, \frac begins with a form
+    # feed.
+    are_texts = all(isinstance(part, str) and part.isprintable() for part in parts)
+    return parts if are_texts else reference
 
 
 def as_written(value: Any) -> Any:

@@ -117,6 +117,22 @@ LIMITS = (
         advice="Read some answers (log_completions), then look at the mismatch.",
         page=ERROR_TOKENS,
     ),
+    Limit(
+        "mismatch/seq_weight_capped_frac",
+        look=0.01,
+        bad=NEVER,
+        text="the mismatch weight of {:.0%} of the answers is at its cap",
+        advice="Engine and learner are far apart: find the cause. A wider cap hides it.",
+        page=MISMATCH,
+    ),
+    Limit(
+        "mismatch/unscored_max",
+        look=0.01,
+        bad=NEVER,
+        text="the engine gave no log-prob to {:.0%} of the tokens",
+        advice="Above one half the run stops.",
+        page=MISMATCH,
+    ),
 )
 
 
@@ -324,7 +340,11 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
     """A judgement for each share above a limit, and one for all others."""
     # The table below has upper limits alone; this share has a lower one.
     flips = quarters(run, "quant/flip_frac")[-1]
-    if flips < FEWEST_FLIPS:
+    if flips == 0 and _has_no_gradient(run):
+        text = "no sync changes a quantized value: the updates have no gradient"
+        advice = "All rewards of a prompt are equal. Try the reward with `qarl-trl doctor`."
+        yield Judgement("bad", text, advice, NOTHING)
+    elif flips < FEWEST_FLIPS:
         advice = "Updates are lost in rounding: use float32 master weights, or a higher learning_rate."
         if flips == 0:
             yield Judgement("bad", "no sync changes a quantized value", advice, NOTHING)
@@ -352,17 +372,22 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
         yield Judgement("good", "; ".join(within))
 
 
+def _has_no_gradient(run: LoggedRun) -> bool:
+    """Whether nothing was learned in the last quarter, for want of a difference between rewards."""
+    return quarters(run, "grad_norm")[-1] == 0 or quarters(run, EQUAL_REWARDS)[-1] == 1
+
+
 def _which_problems(run: LoggedRun) -> str:
     """Advice for a run whose prompts have equal rewards: it depends on whether most answers are wrong or right."""
     rewards = run.values("reward")
     if len(rewards) == 0:
         return OTHER_PROBLEMS
 
-    # Where all are equal, the log does not tell.
+    # Where all are equal, the log does not tell: the reward may also read no answer.
     low = rewards.min()
     high = rewards.max()
     if low == high:
-        return OTHER_PROBLEMS
+        return "Try the reward with `qarl-trl doctor`; if it is right, use other problems."
 
     # The log has no bounds of the rewards, only what the batches reached. Between 0 and 1 they are shares of right
     # answers, of which the best may be as low as 0.05.

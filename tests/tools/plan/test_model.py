@@ -41,6 +41,18 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     assert resident(run)["master weights"] == nbytes(model.parameters())
 
 
+def test_a_sync_has_the_trained_copy_of_a_module_to_save_alone():
+    """The learner keeps both, for the reference."""
+    adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    model = apply_quantization(get_peft_model(make_model("qwen3"), adapter), "W4A16")
+    skeleton = meta.model_without_weights(model.config, torch.float32, adapter, quantization="W4A16")
+    run = example_run(skeleton, model.config, muon=False)
+
+    streamed = dict(iter_low_bit_weights(model))
+
+    assert synced_bytes(run) == nbytes(streamed.values())
+
+
 def test_an_adapter_without_weights_is_that_of_a_real_model_and_fills_nothing():
     """The adapter of 30B's experts took a minute of processor: PEFT drew its random numbers, to throw them away."""
     adapter = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"], task_type="CAUSAL_LM")

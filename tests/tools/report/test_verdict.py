@@ -59,6 +59,8 @@ def test_what_is_within_its_limit_is_told_with_its_figure():
         ({"ratio/neg_low_frac": 0.4}, "look", "40% of the answers are clipped (A < 0, below)"),
         ({"ratio/pos_high_frac": 0.9}, "bad", "90% of the answers are clipped (A > 0, above)"),
         ({"frac_reward_zero_std": 0.9}, "look", "90% of the prompts have equal rewards"),
+        ({"mismatch/seq_weight_capped_frac": 0.5}, "look", "weight of 50% of the answers is at its cap"),
+        ({"mismatch/unscored_max": 0.4}, "look", "no log-prob to 40% of the tokens"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
@@ -83,6 +85,16 @@ def test_a_run_that_ended_in_nan_is_wrong(name):
     # Control: one line of it, of a run that goes on, is none.
     rows[-1][name] = 1.0
     assert not judgements_of_level(rows, "bad")
+
+
+@pytest.mark.parametrize("why", [{"grad_norm": 0.0}, {"frac_reward_zero_std": 1.0}])
+def test_without_a_gradient_nothing_is_lost_in_rounding(why):
+    """As with a reward that reads no answer."""
+    (judgement,) = judgements_of_level(log(**{"quant/flip_frac": 0.0} | why), "bad")
+
+    assert "no gradient" in judgement.text
+    assert "qarl-trl doctor" in judgement.advice
+    assert "rounding" not in judgement.advice
 
 
 def test_a_small_share_of_flips_that_committed_runs_learned_with_is_good():
@@ -177,7 +189,7 @@ def test_noise_is_no_fall():
         ([-1.0, -0.9, -0.8, -0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6, 0.8, 0.9], "Use harder problems"),
         ([0.9, 0.98, 0.98, 1.0, 0.98, 0.95, 1.0, 0.98, 0.97, 1.0, 0.98, 1.0], "Use harder problems"),
         # Controls: the log does not tell.
-        ([0.0] * 12, "Use other problems"),
+        ([0.0] * 12, "Try the reward with `qarl-trl doctor`; if it is right, use other problems"),
         ([None] * 12, "Use other problems"),
     ],
 )

@@ -25,6 +25,8 @@ def engine_bytes(run: Run) -> int:
     for parameter in run.parameters:
         if parameter.in_adapter and not run.frozen:  # the engine gets weights with the adapter merged into them
             continue
+        if ".original_module." in parameter.name:  # of `lora_modules_to_save` the engine gets the trained copy
+            continue
         weights += parameter.stored or BFLOAT16 * parameter.entries
     return weights
 
