@@ -215,7 +215,7 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "torch_empty_cache_steps",
         "use_cache",
         "quant_keep_matrices",
-        "dataloader_num_workers",
+        "dataloader_num_workers",  # of a stream they are a fact of the run
         "dataloader_pin_memory",
         "ds3_gather_for_generation",
         "dataloader_persistent_workers",

@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from .._compat.sharding import sharding_of
 from ..export.files import digest
@@ -34,6 +35,8 @@ _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules",
 
 # The entry of what a loaded model computes by.
 CONFIG = "config_of_model"
+# The entry of the commit of a model of the Hub.
+COMMIT = "commit"
 # The entry of the settings of the run, by name.
 SETTINGS = "settings"
 # The entry of the reward functions among them. It is in no config.
@@ -93,6 +96,16 @@ def identity_of(
         "sharding": sharding_of(args),
         SETTINGS: settings,
     }
+    commit = _commit_of(model, args.model_init_kwargs)
+    if commit is not None:
+        facts[COMMIT] = commit
+    template = Path(getattr(args, "chat_template_path", None) or "")
+    if template.is_file():
+        # The name of the file is a setting.
+        facts["chat_template"] = digest([template])
+    if not has_rewards and not _has_length(trainer_arguments.get("train_dataset")):
+        # Each worker reads shards of its own. TRL's trainers with rewards take none for a stream.
+        facts["workers_of_stream"] = args.dataloader_num_workers
     pickles = _pickles(_folder(name, args.model_init_kwargs))
     if pickles:
         facts["pickled_weights"] = digest(pickles)
@@ -120,6 +133,13 @@ def identity_of(
     loading_of_teacher = getattr(args, "teacher_model_init_kwargs", None)
     if _folder(name_of_teacher, loading_of_teacher) is not None:
         facts["teacher_files"] = _weights_fact(name_of_teacher, loading_of_teacher)
+    elif name_of_teacher:
+        commit_of_teacher = _commit_of(name_of_teacher, loading_of_teacher)
+        if commit_of_teacher is not None:
+            facts["teacher_commit"] = commit_of_teacher
+    reward_models = _reward_models(trainer_arguments.get(REWARDS))
+    if reward_models:
+        facts["reward_models"] = reward_models
     return facts
 
 
@@ -149,6 +169,48 @@ def _weights_fact(name: str, loading: Mapping[str, Any] | None) -> str:
     for pattern in _MODEL:
         files.extend(folder.glob(pattern))
     return digest(sorted(files))
+
+
+def _commit_of(model: str | nn.Module, loading: Mapping[str, Any] | None) -> str | None:
+    """
+    The commit of a model of the Hub, whose branch may move; `None` for a folder, and where nothing tells.
+
+    Args:
+        model: The model, or its name.
+        loading: The arguments by which a name loads.
+    """
+    if isinstance(model, nn.Module):
+        return getattr(base_model(model).config, "_commit_hash", None)
+    if not model or Path(model).is_dir():
+        return None
+
+    arguments = loading or {}
+    # Loading says what is wrong with it.
+    with suppress(OSError, ValueError):
+        file = cached_file(
+            model, "config.json", revision=arguments.get("revision"), subfolder=arguments.get("subfolder") or ""
+        )
+        return extract_commit_hash(file, None)
+    return None
+
+
+def _has_length(data: Any) -> bool:
+    """Whether a training set is no stream."""
+    from datasets import IterableDataset  # takes a second, and `--dry_run` needs none of it
+
+    return not isinstance(data, IterableDataset)
+
+
+def _reward_models(functions: Any) -> list[str]:
+    """Digests of the reward models that are folders or were loaded by a script, in their order."""
+    several = functions if isinstance(functions, list | tuple) else [functions]
+    digests = []
+    for function in several:
+        if isinstance(function, nn.Module):
+            digests.append(_weights_beside(function))
+        elif isinstance(function, str) and Path(function).is_dir():
+            digests.append(_weights_fact(function, None))
+    return digests
 
 
 def _pickles(folder: Path | None) -> list[Path]:

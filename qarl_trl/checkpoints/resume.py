@@ -23,7 +23,7 @@ from .folder import (
     is_of_user,
     read_manifest,
 )
-from .identity import CONFIG, SETTINGS, without_choice_of_layers
+from .identity import COMMIT, CONFIG, SETTINGS, without_choice_of_layers
 from .lock import holding
 
 
@@ -35,7 +35,7 @@ TRAINED = "trained"
 MADE = "optimizer_began_with"
 # Entries that are compared last, because a setting that changed with them says more: digests of the models beside the
 # policy, and whether a launcher compiles it.
-_LAST = ("reference", "loaded_teacher", "teacher_files", "compiled")
+_LAST = ("reference", "loaded_teacher", "teacher_files", "teacher_commit", "reward_models", "compiled")
 
 logger = get_logger(__name__)
 
@@ -235,6 +235,12 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
     if name == CONFIG:
         _check_config(checkpoint, stored.get(name, {}), value)
         return
+    if name == COMMIT:
+        _check_commit(checkpoint, stored, identity)
+        return
+    # Of a model of the Hub they are its name and the revision that was asked for.
+    if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:
+        return
     # They left this choice out of the adapter, also where there was one.
     if name == "adapter" and TRAINED not in stored:
         value = [without_choice_of_layers(facts) for facts in value]
@@ -244,6 +250,17 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
             f"{name} was {stored[name]!r} with the model {stored['model']!r}, "
             f"and is {value!r} with {identity['model']!r}. "
             "Start with what it was made from, or use another output_dir."
+        )
+
+
+def _check_commit(checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) a model of the Hub that has changed since the checkpoint's run."""
+    before = stored.get(COMMIT, identity[COMMIT])
+    if before != identity[COMMIT]:
+        raise ValueError(
+            f"{checkpoint} is a checkpoint of another run: the model {stored['model']!r} was at commit {before} on "
+            f"the Hub, and is at {identity[COMMIT]} now. Set model_revision: {before} (in a script "
+            f"model_init_kwargs={{'revision': '{before}'}}), or start a new run with the checkpoint as the model."
         )
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from accelerate import disk_offload
 from configs import config
+from datasets import Dataset
+from huggingface_hub import constants
 from peft import LoraConfig
 from slow.toys import forge
 from test_train import base, problems  # noqa: F401
@@ -20,9 +22,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import PretrainedConfig
 from trl import SFTConfig
 
-from qarl_trl import LowBitDistillationConfig, cli
+from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, cli
 from qarl_trl.checkpoints.folder import INCOMING
 from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.optimizer import trained_fact
@@ -448,6 +451,99 @@ def test_a_reference_that_a_script_forgets_to_load_is_another_run(tmp_path, args
     # Control: a run that never had one.
     other = write(tmp_path, 2, **identity_of("a", args, None, {}))
     assert resume_path("true", args, identity_of("a", args, None, {"ref_model": None})) == str(other)
+
+
+def put_on_hub(cache, commit):
+    """A model in the cache of the Hub, whose branch is at a commit."""
+    model = cache / "models--some--model"
+    for folder in (model / "refs", model / "snapshots" / commit):
+        folder.mkdir(parents=True, exist_ok=True)
+    (model / "refs" / "main").write_text(commit)
+    (model / "snapshots" / commit / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("how", ["by name", "loaded"])
+def test_a_model_of_the_hub_that_has_moved_is_another_run(tmp_path, args, monkeypatch, how):
+    """Another machine downloads another base for an adapter, or another chat template."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    first = "a" * 40
+    second = "b" * 40
+
+    def identity(commit, revision=None):
+        put_on_hub(tmp_path / "cache", commit)
+        args.model_init_kwargs = {"revision": revision}
+        if how == "by name":
+            return identity_of("some/model", args, None, {})
+        model = nn.Linear(4, 4)
+        model.config = PretrainedConfig(name_or_path="some/model")
+        model.config._commit_hash = revision or commit
+        return identity_of(model, args, None, {})
+
+    folder = write(tmp_path, 1, **identity(first))
+
+    assert resume_path("true", args, identity(first)) == str(folder)
+    with pytest.raises(ValueError, match=f"was at commit {first} on the Hub, and is at {second} now. Set model_revi"):
+        resume_path("true", args, identity(second))
+
+    # As the message says.
+    assert resume_path("true", args, identity(second, revision=first)) == str(folder)
+    # Control: a checkpoint of an earlier version.
+    facts = identity(first)
+    del facts["commit"]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity(second)) == str(older)
+
+
+def test_a_reward_model_of_other_weights_under_the_same_name_is_another_run(tmp_path, args):
+    judge = tmp_path / "judge"
+    judge.mkdir()
+
+    def identity(content):
+        (judge / "model.safetensors").write_bytes(content * 1000)
+        return identity_of("a", args, None, {"reward_funcs": [reward_of_one, str(judge)]})
+
+    folder = write(tmp_path, 1, **identity(b"a"))
+
+    assert resume_path("true", args, identity(b"a")) == str(folder)
+    with pytest.raises(ValueError, match="another run: reward_models was"):
+        resume_path("true", args, identity(b"b"))
+    # Control: a checkpoint of an earlier version.
+    facts = identity(b"a")
+    del facts["reward_models"]
+    older = write(tmp_path, 2, **facts)
+    assert resume_path("true", args, identity(b"b")) == str(older)
+
+
+def test_another_chat_template_in_the_same_file_is_another_run(tmp_path):
+    template = tmp_path / "chat.jinja"
+    args = LowBitSFTConfig(output_dir=str(tmp_path), chat_template_path=str(template), use_cpu=True, bf16=False)
+
+    def identity(content):
+        template.write_text(content)
+        return identity_of("a", args, None, {})
+
+    folder = write(tmp_path, 1, **identity("{{ messages }}"))
+
+    assert resume_path("true", args, identity("{{ messages }}")) == str(folder)
+    with pytest.raises(ValueError, match="another run: chat_template was"):
+        resume_path("true", args, identity("{{ messages[0] }}"))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_workers_of_a_stream_stay_because_each_reads_shards_of_its_own(tmp_path, is_stream):
+    args = LowBitSFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    data = Dataset.from_list([{"text": "a"}])
+    data = {"train_dataset": data.to_iterable_dataset() if is_stream else data}
+    folder = write(tmp_path, 1, **identity_of("a", args, None, data))
+
+    args.dataloader_num_workers = 2
+
+    changed = identity_of("a", args, None, data)
+    if is_stream:
+        with pytest.raises(ValueError, match="another run: workers_of_stream was 0"):
+            resume_path("true", args, changed)
+    else:
+        assert resume_path("true", args, changed) == str(folder)
 
 
 def test_the_folder_of_a_reward_model_may_move(tmp_path, args):
