@@ -623,6 +623,56 @@ def test_export_of_the_adapter_that_a_run_saved_in_another_scheme_says_so(
     assert ("low_bit has the one that was trained, too." in said) == is_said
 
 
+@pytest.mark.parametrize(
+    ("change", "is_said"),
+    [
+        ("nothing", None),
+        ("embedding", "model.embed_tokens.weight differs"),
+        ("rope", "rope_parameters differs"),
+        ("folder of a checkpoint", "has other files than in the run"),
+        ("nothing in a checkpoint", None),
+    ],
+)
+def test_export_of_an_adapter_onto_another_base_than_that_of_the_run_says_so(
+    checkpoint, tmp_path, capsys, change, is_said
+):
+    """A script had changed it, its folder has another model since, or it was loaded with another config."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from qarl_trl.export import save_low_bit
+    from qarl_trl.quant import apply_quantization
+
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    rope = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}} if change == "rope" else {}
+    loaded = AutoModelForCausalLM.from_pretrained(base, **rope)
+    if change == "embedding":
+        loaded.model.embed_tokens.weight.data[3] += 1
+    model = get_peft_model(loaded, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    run = tmp_path / "run"
+    if "checkpoint" in change:
+        of_run(base, run, quant_scheme="W4A16", quant_group_size=32)
+        # An adapter alone.
+        (run / "config.json").unlink()
+        (run / "model.safetensors").unlink()
+    model.save_pretrained(run)
+    make_tokenizer().save_pretrained(run)
+    apply_quantization(model, "W4A16", group_size=32)
+    if "checkpoint" not in change:
+        save_low_bit(model, None, run / "low_bit")
+    if change == "folder of a checkpoint":
+        make_model("qwen2", num_hidden_layers=1).save_pretrained(base)
+
+    cli.main(["export", str(run), str(tmp_path / "out"), "--group_size", "32"])
+
+    said = capsys.readouterr().out
+    if is_said is None:
+        assert "another model" not in said
+    else:
+        assert "out is another model than" in said
+        assert is_said in said
+
+
 DOWN = r"re:.*down_proj$"
 
 

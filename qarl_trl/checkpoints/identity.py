@@ -84,7 +84,7 @@ def identity_of(
 
     facts = {
         "model": name,
-        "weights": _weights_fact(name, args.model_init_kwargs),
+        "weights": weights_fact(name, args.model_init_kwargs),
         "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
         "scheme": scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
@@ -132,7 +132,7 @@ def identity_of(
     name_of_teacher = getattr(args, "teacher_model_name_or_path", None) or ""
     loading_of_teacher = getattr(args, "teacher_model_init_kwargs", None)
     if _folder(name_of_teacher, loading_of_teacher) is not None:
-        facts["teacher_files"] = _weights_fact(name_of_teacher, loading_of_teacher)
+        facts["teacher_files"] = weights_fact(name_of_teacher, loading_of_teacher)
     elif name_of_teacher:
         commit_of_teacher = _commit_of(name_of_teacher, loading_of_teacher)
         if commit_of_teacher is not None:
@@ -155,11 +155,15 @@ def _folder(name: str, loading: Mapping[str, Any] | None) -> Path | None:
     return folder if name and folder.is_dir() else None
 
 
-def _weights_fact(name: str, loading: Mapping[str, Any] | None) -> str:
+def weights_fact(name: str, loading: Mapping[str, Any] | None) -> str:
     """
-    A digest of the files of a local model; for a Hub model its id and revision. Arguments as of [`_folder`].
+    A digest of the files of a local model; for a Hub model its id and revision.
 
     The name alone is not enough: another model may have it, and the same shapes.
+
+    Args:
+        name: The model's name.
+        loading: The arguments by which it loads.
     """
     folder = _folder(name, loading)
     if folder is None:
@@ -209,7 +213,7 @@ def _reward_models(functions: Any) -> list[str]:
         if isinstance(function, nn.Module):
             digests.append(_weights_beside(function))
         elif isinstance(function, str) and Path(function).is_dir():
-            digests.append(_weights_fact(function, None))
+            digests.append(weights_fact(function, None))
     return digests
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
+from transformers import PretrainedConfig
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from .._compat.versions import check_versions
 from .layers import OTHER_HEADS
+from .model import changed_by_loading
 from .types import RunSettings, TrainerArguments
 
+
+logger = get_logger(__name__)
 
 # vLLM serves no adapter with these settings. It refuses the first, and silently ignores the others, so that the engine
 # would sample from another policy.
@@ -47,6 +53,41 @@ def check_adapter(config: Any, args: RunSettings) -> None:
     # Muon orthogonalizes the step of a whole matrix, which has no counterpart in steps of two factors.
     if getattr(args, "optim_muon", False):
         raise ValueError("optim_muon must be False with LoRA: Muon steps of A and B are no Muon step of W + s B A.")
+
+
+def check_base_name(model: str, config: PretrainedConfig, args: RunSettings) -> None:
+    """
+    Refuse a base that is not what its name says: an adapter names its base, and whoever loads or exports the two has
+    nothing else. Warn where the low-bit model of the run still says it.
+
+    Args:
+        model: The name of the base.
+        config: Its config, as the run loads it.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: for a base in a subfolder, and for a frozen one that was stored before and is loaded with another
+            config.
+    """
+    subfolder = (args.model_init_kwargs or {}).get("subfolder")
+    if subfolder:
+        where = f"Name {Path(model, subfolder)}" if Path(model).is_dir() else "Download it, and name its folder"
+        raise ValueError(
+            f"model_init_kwargs={{'subfolder': {subfolder!r}}}: an adapter cannot name a base in a subfolder, and would "
+            f"be taken for one of {model} itself. {where} as the model."
+        )
+
+    changed = changed_by_loading(model, config, args)
+    if not changed:
+        return
+    lost = f"model_init_kwargs change {', '.join(changed)} of the base, which no file of an adapter says"
+    if args.frozen and args.from_checkpoint:
+        raise ValueError(f"{lost}: served with its base, it would be another policy. Change the base's config.json.")
+    logger.warning(
+        "%s: merge it into a base that is loaded so, too, or change the base's config.json before the run. A low-bit "
+        "model that the run saves has it.",
+        lost,
+    )
 
 
 def check_reference(model: Any, args: RunSettings, trainer_arguments: TrainerArguments) -> None:

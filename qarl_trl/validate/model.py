@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from ..export.files import check_generation_config
-from ..quant.names import architecture_of
+from ..quant.names import NOT_COMPUTED_BY, architecture_of
 from .types import RunSettings
 
 
@@ -84,6 +84,26 @@ def check_saved_generation_config(model: str | nn.Module, args: RunSettings) -> 
             f"The model's generation_config.json must be one that transformers saves, or no checkpoint could be "
             f"written: {reason} Set do_sample to true in that file, or take these fields out."
         ) from error
+
+
+def changed_by_loading(model: str, config: PretrainedConfig, args: RunSettings) -> list[str]:
+    """
+    The entries of a model's config that the run's loading arguments change, such as another rotary embedding.
+
+    Args:
+        model: The model's name.
+        config: Its config, from [`config_of`].
+        args: Settings of the run.
+    """
+    loading = loading_arguments(args)
+    candidates = sorted(set(loading) & set(config.to_dict()) - NOT_COMPUTED_BY)
+    if not candidates:
+        return []
+
+    places = {name: value for name, value in loading.items() if name in (*_OF_THE_HUB, "trust_remote_code")}
+    of_file = AutoConfig.from_pretrained(model, **places).to_dict()
+    values = config.to_dict()
+    return [name for name in candidates if of_file.get(name) != values[name]]
 
 
 def _config_of_name(model: str, args: RunSettings) -> PretrainedConfig:

@@ -10,7 +10,7 @@ from ..guards import on_first
 from ..quant.layers.experts import num_experts
 from ..quant.names import adapter_configs, architecture_of
 from ..quant.source import QuantizedSource
-from .adapters import check_tied
+from .adapters import check_base_name, check_tied
 from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
@@ -62,6 +62,8 @@ def check_run(
     check_teacher(model, config, source, args, trainer_arguments)
 
     if args.quantized:
+        if adapters and isinstance(model, str):
+            check_base_name(model, config, args)
         check_tied_by_config(model)
         for adapter in adapters:
             if adapter.modules_to_save:

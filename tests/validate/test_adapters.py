@@ -6,6 +6,8 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from qarl_trl import QaRLTrainer
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
 from qarl_trl.validate import check_arguments, check_run, config_of
 from qarl_trl.validate.adapters import check_adapter
 from qarl_trl.validate.layers import check_layers
@@ -181,3 +183,51 @@ def test_what_a_frozen_base_does_not_take_is_one_line_before_a_model_loads(
         check_arguments(str(path), args, {"peft_config": peft_config})
         check_layers(config_of(str(path), args), args.quant_plan(), args, peft_config)
     assert "\n" not in str(error.value)
+
+
+ROPE = {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}
+
+
+def test_a_base_in_a_subfolder_is_refused_because_an_adapter_cannot_name_it(tmp_path, tiny_model):
+    """Export and `eval` would take the model beside it."""
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "two" / "q")
+
+    def check(model, **loading):
+        args = config(tmp_path / "run", model_init_kwargs={"dtype": "float32"} | loading)
+        check_run(str(model), args, {"peft_config": lora()})
+
+    with pytest.raises(ValueError, match=f"cannot name a base in a subfolder.*Name {tmp_path}/two/q as the model"):
+        check(tmp_path / "two", subfolder="q")
+
+    # Controls: as the message says, and without an adapter.
+    check(tmp_path / "two" / "q")
+    check_run(str(tmp_path / "two"), config(tmp_path / "run", model_init_kwargs={"subfolder": "q"}), {})
+
+
+def test_a_config_that_loading_changes_is_said_to_be_in_no_file_of_an_adapter(tmp_path, tiny_model, caplog):
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+
+    def check(adapter, **loading):
+        caplog.clear()
+        args = config(tmp_path / "run", model_init_kwargs={"dtype": "float32"} | loading)
+        check_run(str(tmp_path / "model"), args, {"peft_config": adapter})
+        return "rope_parameters of the base, which no file of an adapter says" in caplog.text
+
+    assert check(lora(), **ROPE)
+    # Controls: other arguments of loading, and without an adapter.
+    assert not check(lora(), attn_implementation="eager", use_cache=False)
+    assert not check(None, **ROPE)
+
+
+def test_a_stored_frozen_base_is_refused_with_another_config(tmp_path, tiny_model):
+    """Served by the command of its card, the two would be another policy."""
+    model = apply_quantization(tiny_model(num_hidden_layers=1), "W4A16")
+    save_low_bit(model, None, tmp_path / "model")
+
+    def check(**loading):
+        settings = {"lora_base": "frozen", "quant_scheme": "checkpoint", "model_init_kwargs": loading}
+        check_run(str(tmp_path / "model"), config(tmp_path / "run", **settings), {"peft_config": lora()})
+
+    with pytest.raises(ValueError, match="change rope_parameters of the base.*another policy"):
+        check(**ROPE)
+    check()  # control

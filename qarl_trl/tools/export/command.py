@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     from ...quant.source import check_index
     from ...validate.layers import unused_layer_targets, unused_patterns, words_of_unused, words_of_unused_targets
     from .frozen import distance_to_frozen, serving_the_two
-    from .of_run import layers_of_run, say_if_trained_as_another_model
+    from .of_run import layers_of_run, say_if_base_differs, say_if_trained_as_another_model
 
     # All that can be refused is refused before the weights are read.
     resolve_scheme(args.scheme or DEFAULT_SCHEME, args.group_size)
@@ -61,7 +61,8 @@ def main(argv: Sequence[str]) -> None:
     model = source.load()
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(args.checkpoint))
-    if is_peft_model(model):
+    is_adapter = is_peft_model(model)
+    if is_adapter:
         # As the run did: an adapter has no generation config, in which answers would end at the base's token alone.
         align_special_tokens(model, tokenizer)
     trained = layers_of_run(args.checkpoint, model)
@@ -82,7 +83,10 @@ def main(argv: Sequence[str]) -> None:
 
     folder = save_low_bit(model, tokenizer, args.output)
     if trained is not None:
-        say_if_trained_as_another_model(args.checkpoint, args.output, trained, model)
+        is_other = say_if_trained_as_another_model(args.checkpoint, args.output, trained, model)
+        # A frozen base has been compared before.
+        if is_adapter and not is_other and not source.frozen:
+            say_if_base_differs(args.checkpoint, args.output, source.base, trained)
     write_card(folder, **base_facts(source.base))
 
     # Only here: an adapter with master weights below it was merged in training, too.

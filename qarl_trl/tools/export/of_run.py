@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
+from safetensors import safe_open
 
 from ...checkpoints.folder import MANIFEST
-from ...checkpoints.identity import scheme_fact
-from ...export.files import BASE_CONFIG, LOW_BIT_FOLDER
+from ...checkpoints.identity import scheme_fact, weights_fact
+from ...export.files import BASE_CONFIG, LOW_BIT_FOLDER, weight_files
 from ...quant.layers.layer import LowBitLayer
 from ...quant.match import match_layers
-from ...quant.names import checkpoint_modules
+from ...quant.names import NOT_COMPUTED_BY, checkpoint_modules
 from ...quant.scheme import describe_scheme
 
 
-def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[str, str], model: Any) -> None:
+def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[str, str], model: Any) -> bool:
     """
     Print a line if a run trained the checkpoint with other layers in low bits, or with other schemes, than the
     exported model has.
@@ -28,11 +31,14 @@ def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[
         output: The folder that was written.
         trained: The layers of the run, from [`layers_of_run`].
         model: The exported model.
+
+    Returns:
+        Whether it did.
     """
     exported = _layers_of(model)
     differing = sorted(name for name in trained | exported if trained.get(name) != exported.get(name))
     if not differing:
-        return
+        return False
 
     first = differing[0]
     high = "high precision"
@@ -45,6 +51,66 @@ def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[
     low_bit = Path(checkpoint, LOW_BIT_FOLDER)
     if (low_bit / "config.json").is_file():
         print(f"{low_bit} has the one that was trained, too.")
+    return True
+
+
+def say_if_base_differs(checkpoint: str, output: str, base: str, trained: dict[str, str]) -> None:
+    """
+    Print a line if an adapter was trained on another base than the one into which it was merged: its folder has been
+    replaced since, a script had changed the model, or it was loaded with another config.
+
+    Args:
+        checkpoint: The folder of the adapter.
+        output: The folder that was written.
+        base: The folder of the base, or its Hub id.
+        trained: The layers of the run, from [`layers_of_run`], which are those of the output.
+    """
+    low_bit = Path(checkpoint, LOW_BIT_FOLDER)
+    if (low_bit / "config.json").is_file():
+        differing = _differing_entries(low_bit, Path(output)) or _differing_tensors(low_bit, Path(output), trained)
+        if differing:
+            print(
+                f"{output} is another model than {low_bit}, which the run saved: {differing[0]} differs. {base} is not "
+                "the base as the run had it."
+            )
+        return
+
+    manifest = Path(checkpoint, MANIFEST)
+    if not manifest.is_file() or not Path(base).is_dir():
+        return
+    before = json.loads(manifest.read_text()).get("weights")
+    if before is not None and before != weights_fact(base, None):
+        print(f"{output} is another model than the one that was trained: {base} has other files than in the run.")
+
+
+def _differing_entries(one: Path, other: Path) -> list[str]:
+    """The entries by which two models compute, and in which their configs differ."""
+    first = json.loads((one / "config.json").read_text())
+    second = json.loads((other / "config.json").read_text())
+    return sorted(name for name in first.keys() - NOT_COMPUTED_BY if first[name] != second.get(name))
+
+
+def _differing_tensors(one: Path, other: Path, low_bit_layers: Iterable[str]) -> list[str]:
+    """The tensors that two models have in high precision, and that differ. Merging may round those in low bits."""
+    layers = set(low_bit_layers)
+    first = _open_tensors(one)
+    second = _open_tensors(other)
+    differing = []
+    for name in sorted(first):
+        if name.rpartition(".")[0] in layers:
+            continue
+        if name not in second or not torch.equal(first[name].get_tensor(name), second[name].get_tensor(name)):
+            differing.append(name)
+    return differing
+
+
+def _open_tensors(folder: Path) -> dict[str, Any]:
+    """The names of the tensors of a model, each with the open file that holds it."""
+    files: dict[str, Any] = {}
+    for path in weight_files(folder):
+        file = safe_open(path, framework="pt")
+        files |= dict.fromkeys(file.keys(), file)
+    return files
 
 
 def _layers_of(model: Any) -> dict[str, str]:
