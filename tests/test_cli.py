@@ -752,7 +752,7 @@ def test_export_of_a_checkpoint_whose_manifest_was_edited_says_that_it_compares_
 def test_export_of_an_adapter_takes_the_class_that_its_base_had(checkpoint, tmp_path):
     """A model with a vision tower is no causal language model for transformers."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor, AutoTokenizer, LlavaProcessor, Qwen2VLImageProcessorPil
 
     base = tmp_path / "base"
     model = make_vision_model()
@@ -760,12 +760,16 @@ def test_export_of_an_adapter_takes_the_class_that_its_base_had(checkpoint, tmp_
     model.name_or_path = str(base)  # peft writes it as the base
     adapter = tmp_path / "adapter"
     get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(adapter)
-    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(adapter)
+    # As a run saves it.
+    processor = LlavaProcessor(Qwen2VLImageProcessorPil(), AutoTokenizer.from_pretrained(checkpoint))
+    processor.save_pretrained(adapter)
 
     cli.run(["export", str(adapter), str(tmp_path / "out"), "--ignore", "lm_head", "re:.*visual.*"])
 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["Qwen2_5_VLForConditionalGeneration"]
+    # vLLM takes images by it.
+    assert isinstance(AutoProcessor.from_pretrained(tmp_path / "out"), LlavaProcessor)
 
 
 def test_export_of_an_adapter_of_a_reward_model_is_refused(checkpoint, tmp_path):

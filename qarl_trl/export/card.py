@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..quant.scheme import DEFAULT_IGNORE, describe_scheme, effective_group_size, resolve_scheme, support_of
 from .card_edits import ADDRESS, CARD, GENERATED, edited_card
+from .card_facts import has_vision
 from .files import shapes_in, weight_files
 
 
@@ -49,6 +50,7 @@ def model_card(folder: Path, repo: str | None = None, **facts: Any) -> ModelCard
         ValueError: if the folder holds no low-bit model.
     """
     # Not a user's files beside it, which may be of another model, or damaged.
+    facts.setdefault("vision", has_vision(json.loads((folder / "config.json").read_text())))
     has_experts = any(_is_of_low_bit_experts(name) for name in shapes_in(weight_files(folder)))
     return render_card(
         "low_bit",
@@ -87,8 +89,14 @@ def render_card(kind: str, repo: str | None, quantization: dict[str, Any] | None
     # Other models may have schemes that the command does not know.
     export = _export_options(schemes, ignored) if kind == "merged_adapter" else None
 
+    # The policy is that of its cache, too.
+    kv_cache = facts.get("kv_cache")
+    cache_option = f" --kv-cache-dtype {kv_cache}" if kv_cache not in (None, "auto") else ""
+
     values: dict[str, Any] = {
         "kind": kind,
+        "auto_class": "AutoModelForImageTextToText" if facts.get("vision") else "AutoModelForCausalLM",
+        "cache_option": cache_option,
         "name": _title(kind, repo, names, facts.get("base")),
         "target": repo or ADDRESS,
         "schemes": {name: "<br>".join(described) for name, described in numbers.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def training_facts(trainer: Any) -> dict[str, Any]:
     Returns:
         Those of [`base_facts`], and `rewards` (empty without rewards), `objective`, `trainer` (TRL's name of it),
         `methods` (tags of what the trainer does), `samples` (whether the run had an engine), `aligned` (whether the
-        learner ran on low-bit weights), `steps`, `code` (versions), `cites_qarl`, `citation` (BibTeX of the paper of
+        learner ran on low-bit weights), `vision` (whether the model takes images), `kv_cache` (the dtype of the
+        engine's keys and values, if the run set one), `steps`, `code` (versions), `cites_qarl`, `citation` (BibTeX of the paper of
         TRL's trainer, if it has one), and `teacher` (of a distillation).
     """
     args = trainer.args
@@ -61,12 +63,24 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         "methods": [tag for tag in trainer._tag_names if tag not in _TAGS_OF_LIBRARIES],
         "samples": args.has_engine,
         "aligned": args.quantize_learner,
+        "vision": has_vision(base_model(trainer._unwrapped).config.to_dict()),
+        "kv_cache": getattr(args, "kv_cache_dtype", None) if args.has_engine else None,
         "steps": trainer.state.global_step,
         "code": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES),
         "cites_qarl": is_qarl and (args.quantized or loss_type == "tbpo"),
         "citation": None if is_qarl else paper.get("citation"),
         "teacher": _teacher(trainer),
     }
+
+
+def has_vision(config: Mapping[str, Any]) -> bool:
+    """
+    Whether a model takes images.
+
+    Args:
+        config: Its config, as `config.json` has it.
+    """
+    return config.get("vision_config") is not None
 
 
 def _teacher(trainer: Any) -> str | None:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from huggingface_hub import constants
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from .._compat.versions import check_versions
+from ..quant.names import base_model
 from .layers import OTHER_HEADS
 from .model import changed_by_loading
 from .types import RunSettings, TrainerArguments
@@ -88,6 +90,36 @@ def check_base_name(model: str, config: PretrainedConfig, args: RunSettings) -> 
         "model that the run saves has it.",
         lost,
     )
+
+
+def check_resized(model: nn.Module, args: RunSettings) -> None:
+    """
+    Refuse a loaded model of the Hub with a resized embedding while the Hub is off: peft looks there whether an adapter
+    needs the embedding, and would leave it out.
+
+    Args:
+        model: The trainer's model, which has or gets an adapter.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: with both numbers of rows.
+    """
+    base: Any = base_model(model)
+    name = base.config._name_or_path
+    if not name or Path(name).is_dir() or not constants.HF_HUB_OFFLINE:
+        return
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    except (OSError, ValueError):  # nobody can compare
+        return
+
+    rows = base.get_input_embeddings().weight.shape[0]
+    before = config.get_text_config().vocab_size
+    if rows != before:
+        raise ValueError(
+            f"The embedding has {rows} rows, that of {name} on the Hub {before}, and HF_HUB_OFFLINE=1 hides it from "
+            "peft: no file of the adapter would have the new rows. Save the model to a folder, and load it from there."
+        )
 
 
 def check_reference(model: Any, args: RunSettings, trainer_arguments: TrainerArguments) -> None:

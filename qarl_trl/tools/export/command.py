@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..arguments import CommandParser
 from .source import DEFAULT_TARGETS, ExportSource, find_source, tokenizer_folder
@@ -31,7 +31,6 @@ def main(argv: Sequence[str]) -> None:
     """
     args = _export_parser().parse_args(argv)
 
-    from transformers import AutoTokenizer
     from transformers.trainer_utils import align_special_tokens
 
     from ...export import check_target, check_writable, save_low_bit
@@ -60,7 +59,8 @@ def main(argv: Sequence[str]) -> None:
 
     model = source.load()
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(args.checkpoint))
+    processing_class = _processing_class(tokenizer_folder(args.checkpoint))
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
     is_adapter = is_peft_model(model)
     if is_adapter:
         # As the run did: an adapter has no generation config, in which answers would end at the base's token alone.
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> None:
     if missing:
         print(f"--targets: {words_of_unused_targets(missing)}")
 
-    folder = save_low_bit(model, tokenizer, args.output)
+    folder = save_low_bit(model, processing_class, args.output)
     if trained is not None:
         is_other = say_if_trained_as_another_model(args.checkpoint, args.output, trained, model)
         # A frozen base has been compared before.
@@ -100,6 +100,14 @@ def main(argv: Sequence[str]) -> None:
         print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
         print(serving_the_two(args.checkpoint, source.base))
     print(f"The low-bit checkpoint is in {args.output}. `qarl-trl push` shares it.")
+
+
+def _processing_class(folder: str) -> Any:
+    """The processor of a model for images, as its run saved it; else the tokenizer."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    is_processor = any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+    return (AutoProcessor if is_processor else AutoTokenizer).from_pretrained(folder)
 
 
 def _export_parser() -> argparse.ArgumentParser:
