@@ -166,7 +166,7 @@ def _with_parts_in_one_box(text: str) -> str:
 
 
 def _boxed_words(text: str) -> str | None:
-    """The last box as plain words, to be compared letter by letter in any case; `None` if another answer stands near it."""
+    """The last box as plain words, to be compared letter by letter; `None` if another answer stands near it."""
     place = last_box(text)
     if place is None:
         return None

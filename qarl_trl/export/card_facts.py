@@ -47,8 +47,8 @@ def training_facts(trainer: Any) -> dict[str, Any]:
         Those of [`base_facts`], and `rewards` (empty without rewards), `objective`, `trainer` (TRL's name of it),
         `methods` (tags of what the trainer does), `samples` (whether the run had an engine), `aligned` (whether the
         learner ran on low-bit weights), `vision` (whether the model takes images), `kv_cache` (the dtype of the
-        engine's keys and values, if the run set one), `steps`, `code` (versions), `cites_qarl`, `citation` (BibTeX of the paper of
-        TRL's trainer, if it has one), and `teacher` (of a distillation).
+        engine's keys and values, if the run set one), `steps`, `code` (versions), `cites_qarl`, `citation` (BibTeX of
+        the paper of TRL's trainer, if it has one), and `teacher` (of a distillation).
     """
     args = trainer.args
     # TRL's own trainers on low-bit weights have papers of their own.

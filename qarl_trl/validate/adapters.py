@@ -75,8 +75,8 @@ def check_base_name(model: str, config: PretrainedConfig, args: RunSettings) -> 
     if subfolder:
         where = f"Name {Path(model, subfolder)}" if Path(model).is_dir() else "Download it, and name its folder"
         raise ValueError(
-            f"model_init_kwargs={{'subfolder': {subfolder!r}}}: an adapter cannot name a base in a subfolder, and would "
-            f"be taken for one of {model} itself. {where} as the model."
+            f"model_init_kwargs={{'subfolder': {subfolder!r}}}: an adapter cannot name a base in a subfolder, and "
+            f"would be taken for one of {model} itself. {where} as the model."
         )
 
     changed = changed_by_loading(model, config, args)

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from quant.test_store import is_low_bit_form_of
 from slow.toys import distinct_characters, prompts, save_model
 from toy_runs import without_engine
 from transformers import TrainerCallback
@@ -13,7 +14,6 @@ from transformers import TrainerCallback
 from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer, QaRLConfig, QaRLTrainer
 from qarl_trl.quant import low_bit_store
 from qarl_trl.trainers.forwards import ForwardGuard
-from quant.test_store import is_low_bit_form_of
 from trainers.runs import settings
 from trainers.test_low_bit import data_of
 

@@ -70,8 +70,8 @@ def say_if_base_differs(checkpoint: str, output: str, base: str, trained: dict[s
         differing = _differing_entries(low_bit, Path(output)) or _differing_tensors(low_bit, Path(output), trained)
         if differing:
             print(
-                f"{output} is another model than {low_bit}, which the run saved: {differing[0]} differs. {base} is not "
-                "the base as the run had it."
+                f"{output} is another model than {low_bit}, which the run saved: {differing[0]} differs. {base} is "
+                "not the base as the run had it."
             )
         return
 
