@@ -230,7 +230,13 @@ def save_masters(model: Any, start: Path, folder: Path) -> None:
 
 
 def run_cell(
-    start: Path, regime: str, arm: str, seed: int, keep: Path | None = None, scored: Sequence[str] = ()
+    start: Path,
+    regime: str,
+    arm: str,
+    seed: int,
+    keep: Path | None = None,
+    scored: Sequence[str] = (),
+    trained: Path | None = None,
 ) -> None:
     """
     Train (or, before training, take the start), score, write the file.
@@ -242,6 +248,8 @@ def run_cell(
         seed: Of training and draws.
         keep: Folder that gets the trained weights.
         scored: Only these of `MODELS` (default: all).
+        trained: Folder in which the trained models of a cell wait for their scores. A cell that was stopped after its
+            training is only scored.
     """
     import common
 
@@ -249,17 +257,25 @@ def run_cell(
     settings = REGIMES[regime]
     chosen = ARMS.get(arm, {})
     log: dict[str, list] = {}
+    trained_before: dict[str, Any] | None = None
     scores = {}
     greedy = {}
 
+    waiting = None if trained is None else trained / regime / path.stem
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         if arm == BEFORE:
             (folder / "masters").symlink_to((start / "start").resolve())
+        elif waiting is not None and waiting.is_dir():
+            shutil.copytree(waiting, folder, dirs_exist_ok=True)
+            trained_before = json.loads((folder / "trained.json").read_text())
+            log = trained_before["log"]
         else:
             # Its 9 GB go before GPTQ comes.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 log = process.submit(train, start, settings, chosen, seed, folder).result()
+            if waiting is not None:
+                set_aside(folder, {"log": log, "machine": common.machine()}, waiting)
             if keep is not None:
                 shutil.copytree(folder / "masters", keep / regime / path.stem)
 
@@ -282,11 +298,26 @@ def run_cell(
         "start_sha256": sha_of(start / "start" / "model.safetensors"),
         "machine": common.machine(),
     }
+    # Another commit or machine may have scored it.
+    if trained_before is not None:
+        result["machine_of_training"] = trained_before["machine"]
     path.parent.mkdir(parents=True, exist_ok=True)
     # Renamed when it is complete: a cell that has a file is not run again.
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, separators=(",", ":")) + "\n")
     part.rename(path)
+    if waiting is not None:
+        shutil.rmtree(waiting, ignore_errors=True)
+
+
+def set_aside(folder: Path, facts: dict[str, Any], waiting: Path) -> None:
+    """Copy the trained models of a cell, with facts of their training, to where they wait for their scores."""
+    (folder / "trained.json").write_text(json.dumps(facts))
+    # Renamed when it is complete.
+    part = waiting.with_name(f"{waiting.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(folder, part)
+    part.rename(waiting)
 
 
 def make_models(folder: Path, start: Path, regime: str, arm: str, scored: Sequence[str]) -> list[Path]:
@@ -467,6 +498,8 @@ def start_cell(options: argparse.Namespace, regime: str, arm: str, seed: int) ->
     command = [sys.executable, __file__, "--start", str(options.start), "--regime", regime, "--arms", arm]
     if options.keep is not None:
         command += ["--keep", str(options.keep)]
+    if options.trained is not None:
+        command += ["--trained", str(options.trained)]
     if options.scored:
         command += ["--scored", *options.scored]
     command += ["--seeds", str(seed), "--one"]
@@ -485,6 +518,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
     parser.add_argument("--keep", type=Path, help="keep the trained bfloat16 weights in this folder")
+    parser.add_argument("--trained", type=Path, help="keep trained models in this folder until they are scored")
     parser.add_argument("--scored", nargs="+", choices=MODELS, default=[], help="score these alone (default: all)")
     parser.add_argument("--one", action="store_true", help="the first cell, in this process")
     parser.add_argument("--table", action="store_true", help="write the tables and run nothing")
@@ -495,7 +529,8 @@ def main() -> None:
 
         real_table.main()
     elif options.one:
-        run_cell(options.start, options.regime[0], options.arms[0], options.seeds[0], options.keep, options.scored)
+        cell = (options.regime[0], options.arms[0], options.seeds[0])
+        run_cell(options.start, *cell, options.keep, options.scored, options.trained)
     else:
         run_all(options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,25 @@ def test_the_recipe_of_the_example_is_the_arm_qarl_tbpo():
     assert recipe["tbpo_delta_low"] == pytest.approx(3 * arm["band"])
     assert recipe["tbpo_delta_high"] == pytest.approx(7 * arm["band"])
     assert recipe.items() >= arm["quantization"].items()
+
+
+def test_a_cell_that_was_stopped_after_its_training_is_only_scored(tmp_path, monkeypatch):
+    start = tmp_path / "start"
+    (start / "start").mkdir(parents=True)
+    (start / "start" / "model.safetensors").write_bytes(b"start")
+    trained = tmp_path / "trained" / "g64" / "qarl_grpo.7"
+    (trained / "masters").mkdir(parents=True)
+    (trained / "trained.json").write_text(json.dumps({"log": {"reward": [0.5]}, "machine": {"cpu": "another"}}))
+    monkeypatch.setattr(real_arms, "FOLDER", tmp_path / "results")
+    # Scoring takes vLLM and minutes.
+    monkeypatch.setattr(real_arms, "make_models", lambda folder, *_: [folder / "masters"])
+    monkeypatch.setattr(real_arms, "score", lambda model, *_, **__: [int(model.is_dir())])
+
+    real_arms.run_cell(start, "g64", "QaRL GRPO", 7, trained=tmp_path / "trained")
+
+    result = json.loads(real_arms.file_of("g64", "QaRL GRPO", 7).read_text())
+    assert result["log"] == {"reward": [0.5]}
+    assert result["scores"] == {"masters": [1]}
+    assert result["machine_of_training"] == {"cpu": "another"}
+    # It waits no more.
+    assert not trained.exists()
