@@ -14,10 +14,17 @@ from ..validate.adapters import check_saved
 
 
 class TellStore(TrainerCallback):
-    """Tells the owner of the low-bit weights when master weights change."""
+    """
+    Tells the owner of the low-bit weights when master weights change.
 
-    def __init__(self, store: LowBitStore) -> None:
+    Args:
+        store: The owner.
+        acts_within_step: Returns something true if another callback acts between the micro-batches of a step.
+    """
+
+    def __init__(self, store: LowBitStore, acts_within_step: Callable[[], Any]) -> None:
         self._store = store
+        self._acts_within_step = acts_within_step
         store.will_be_told()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -35,6 +42,12 @@ class TellStore(TrainerCallback):
         # Or to weights that nobody trains, as those that merge an adapter into its base do (ReLoRA). Callbacks after
         # this one may still do so.
         self._store.untrained_may_have_changed()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # It may write to weights. What it does comes after this, and before the next forward.
+        if self._acts_within_step():
+            self._store.weights_changed()
+            self._store.untrained_may_have_changed()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._store.weights_changed()

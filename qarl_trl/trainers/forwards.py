@@ -9,13 +9,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback
 
 from .._compat.sharding import reshard
 from ..quant.store import LowBitStore
 
 
-# The methods that make a loss. One of a user may run the model with other weights in between.
-OF_A_LOSS = ("compute_loss", "training_step", "_get_per_token_logps_and_entropies", "_compute_loss")
+# The methods that make a loss, and an argument of TRL's SFT. One of a user may run the model with other weights in
+# between.
+OF_A_LOSS = (
+    "compute_loss",
+    "training_step",
+    "_get_per_token_logps_and_entropies",
+    "_compute_loss",
+    "compute_loss_func",
+)
+# What a user gives a trainer to sample with. It may run the policy.
+OF_SAMPLING = ("rollout_func", "tools", "environment_factories")
 # Whose code is no user's.
 LIBRARIES = ("qarl_trl", "trl", "transformers", "accelerate", "torch")
 
@@ -49,10 +59,18 @@ class ForwardGuard:
         self._shards: nn.Module | None = None
 
     def watch(self, model: nn.Module) -> None:
-        """Look at the weights around each forward of the model."""
-        if self._store is not None:
-            model.register_forward_pre_hook(self.before)
-            model.register_forward_hook(self.after)
+        """
+        Look at the weights around each forward of the model.
+
+        Args:
+            model: A causal language model. Each of its forwards is one of its backbone, which some losses call alone.
+        """
+        if self._store is None:
+            return
+        backbone: Any = getattr(model, "base_model", model)
+        # A compiled model would compile the hooks, too.
+        backbone.register_forward_pre_hook(torch.compiler.disable(self.before))
+        backbone.register_forward_hook(torch.compiler.disable(self.after))
 
     def watch_shards(self, model: nn.Module) -> None:
         """
@@ -96,11 +114,14 @@ class ForwardGuard:
         if self._store is not None and self._trust is not Trust.KEPT:
             self._is_doubtful = True
             self._is_first = self._store.look_at_trained()
+            self._store.untrained_may_have_changed()
 
     def after(self, *_: Any) -> None:
         """A hook after a forward: a backward that computes layers again has the weights that are back in place."""
         if self._store is None or self._trust is Trust.KEPT:
             return
+        # Of the base of an adapter, which may be put back as well.
+        self._store.untrained_may_have_changed()
         if self._trust is Trust.LOSS:
             # The first forward with gradients after a step is the student's: its backward uses what it made.
             is_for_once = self._store.saw_write or not torch.is_grad_enabled()
@@ -144,13 +165,28 @@ class ForwardsMixin:
 
     def _trust_of_sampling(self) -> Trust:
         """How forwards go where a trainer samples and scores."""
-        samples_by_user = self._is_of_user or getattr(self, "rollout_func", None) is not None
+        samples_by_user = self._is_of_user or any(getattr(self, name, None) for name in OF_SAMPLING)
         return Trust.LOOKED_AT if samples_by_user or method_of_user(self, OF_A_LOSS) else Trust.KEPT
 
     @property
     def _is_of_user(self) -> bool:
         """Whether the class is a user's."""
         return type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
+
+
+def callback_of_user(trainer: Any, event: str) -> Any | None:
+    """
+    The first callback of a user that acts on an event; `None` if there is none.
+
+    Args:
+        trainer: A trainer.
+        event: The name of the callbacks' method.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        acts = getattr(type(callback), event, None) is not getattr(TrainerCallback, event) or event in vars(callback)
+        if acts and type(callback).__module__.partition(".")[0] not in LIBRARIES:
+            return callback
+    return None
 
 
 def method_of_user(trainer: Any, methods: tuple[str, ...]) -> str | None:

@@ -42,7 +42,7 @@ from ..validate import check_run
 from ..validate.rollouts import shares_engine
 from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
-from .forwards import ForwardGuard, ForwardsMixin, Trust
+from .forwards import ForwardGuard, ForwardsMixin, Trust, callback_of_user
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
 from .policy import quantize_policy
 from .sampling import check_end_tokens
@@ -148,12 +148,11 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
 
         if self.low_bit_store is not None:
             # Before the callbacks of the user, which may run the model after an optimizer step.
-            add_first_callback(self, TellStore(self.low_bit_store))
+            acts_within_step = partial(callback_of_user, self, "on_substep_end")
+            add_first_callback(self, TellStore(self.low_bit_store, acts_within_step))
             self.add_callback(CheckLayers(self._check_layers_ran, lambda: forget_training(self._unwrapped)))
         self._guard = ForwardGuard(self.low_bit_store)
-        # A compiled model would compile the hooks, too.
-        if not args.torch_compile:
-            self._guard.watch(base_model(self._unwrapped))
+        self._guard.watch(base_model(self._unwrapped))
         # Last, so that what other callbacks do at the end of a step counts in its time.
         engine = self.vllm_generation if args.has_engine else None
         self.add_callback(StepClock(engine, self._log_value, self._flips))

@@ -20,7 +20,7 @@ from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
 from ..quant.names import adapters_in_use
 from ..quant.samples import sample_parameters
-from .forwards import OF_A_LOSS, method_of_user
+from .forwards import OF_A_LOSS, callback_of_user, method_of_user
 from .loss_forward import LossForward
 
 
@@ -73,22 +73,28 @@ class PackedMixin:
 
     def _keep_apart_if_looked_at(self) -> None:
         """Let no micro-batches share a pass if a user's code sees each of them, and say so."""
-        method = _looks_at_micro_batches(self)
-        if method is None and self.is_fsdp_enabled:
-            # It may put other weights in place, and those of shards are not looked at.
-            method = method_of_user(self, ("_compute_loss",))
-        if method is None or self._groups is None:
+        who = self._who_looks_at_micro_batches()
+        if who is None or self._groups is None:
             return
 
         self._groups = None
         if self.args.gradient_accumulation_steps > 1:
-            advice = "" if self.is_fsdp_enabled else " An override of _compute_loss lets them share passes."
-            logger.warning(
-                "%s has a %s of its own, so each micro-batch runs in a pass of its own. That is slower.%s",
-                type(self).__name__,
-                method,
-                advice,
-            )
+            logger.warning("%s, so each micro-batch runs in a pass of its own. That is slower.", who)
+
+    def _who_looks_at_micro_batches(self) -> str | None:
+        """By what a user's code sees each micro-batch, in words; `None` if none does."""
+        name = type(self).__name__
+        method = _looks_at_micro_batches(self)
+        if method is not None:
+            return f"{name} has a {method} of its own (an override of _compute_loss alone would let them share passes)"
+
+        # It may put other weights in place, and those of shards are not looked at.
+        if self.is_fsdp_enabled and method_of_user(self, ("_compute_loss",)):
+            return f"{name} has a _compute_loss of its own under FSDP2"
+
+        # It sees gradients, which a shared pass has not computed yet.
+        callback = callback_of_user(self, "on_substep_end")
+        return None if callback is None else f"{type(callback).__name__} has an on_substep_end"
 
     # Log-probs -------------------------------------------------------------------------------------------------------
 

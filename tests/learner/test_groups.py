@@ -9,6 +9,7 @@ from slow.toys import distinct_characters, prompts, save_model
 from torch import Tensor
 from toy_runs import train as train_losses
 from toy_runs import without_engine
+from transformers import TrainerCallback
 
 from learner.test_features import LARGE, assert_equal_runs, make, plain_losses, train
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -160,7 +161,7 @@ def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tm
 
     assert len(seen) == 4
     assert trainer._groups is None
-    slower = f"Looks has a {method} of its own, so each micro-batch runs in a pass of its own"
+    slower = f"Looks has a {method} of its own (an override of _compute_loss alone would let them share passes), so"
     assert slower in caplog.text
     if method == "compute_loss":
         # The zero of a shared pass has none.
@@ -175,6 +176,30 @@ def test_a_class_that_looks_at_each_loss_gets_that_of_each_micro_batch(model, tm
     assert QaRLTrainer(model, distinct_characters, args, train_dataset=prompts())._groups is not None
     assert Weighs(model, distinct_characters, args, train_dataset=prompts())._groups is not None
     assert "slower" not in caplog.text
+
+
+class MeasuresGradients(TrainerCallback):
+    """As a gradient noise scale is measured."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_substep_end(self, args, state, control, model=None, **kwargs):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self.norms.append(sum(gradient.norm().item() for gradient in gradients))
+
+
+def test_a_callback_between_micro_batches_sees_their_gradients(model, tmp_path, caplog):
+    """In a pass that they share they are computed at its end."""
+    measures = MeasuresGradients()
+    args = QaRLConfig(**without_engine(tmp_path, **SETTINGS, loss_type="grpo", max_steps=1))
+    trainer = QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), callbacks=[measures])
+
+    trainer.train()
+
+    assert len(measures.norms) == 3
+    assert min(measures.norms) > 0
+    assert "MeasuresGradients has an on_substep_end, so each micro-batch runs in a pass of its own" in caplog.text
 
 
 def test_micro_batches_of_different_widths_run_each_in_a_pass_of_its_own(model, tmp_path):

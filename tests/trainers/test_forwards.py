@@ -1,17 +1,26 @@
 """`qarl_trl.trainers.forwards`: low-bit weights are those in place, whoever runs the model."""
 
+import contextlib
 import copy
 import functools
 import pickle
 
 import pytest
 import torch
+from peft import LoraConfig
 from quant.test_store import is_low_bit_form_of
 from slow.toys import distinct_characters, prompts, save_model
 from toy_runs import without_engine
 from transformers import TrainerCallback
 
-from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer, QaRLConfig, QaRLTrainer
+from qarl_trl import (
+    LowBitDistillationConfig,
+    LowBitDistillationTrainer,
+    LowBitSFTConfig,
+    LowBitSFTTrainer,
+    QaRLConfig,
+    QaRLTrainer,
+)
 from qarl_trl.quant import low_bit_store
 from qarl_trl.trainers.forwards import ForwardGuard
 from trainers.runs import settings
@@ -59,6 +68,11 @@ class ScoresFirst(TrainerCallback):
         put(now, model)
 
 
+class DoesNothing(TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        pass
+
+
 def train(model, folder, *callbacks):
     args = QaRLConfig(
         **without_engine(
@@ -92,7 +106,9 @@ def test_a_callback_that_runs_the_model_with_other_weights_gets_their_low_bits(m
     # Control: the weights differ, and so do their losses.
     assert len(set(scores.losses[:2])) == 2
     # The run goes on as without: it trains on no low bits of the first weights.
-    alone = train(model, tmp_path / "c")
+    # In the same passes: beside a callback at the end of a substep none are shared.
+    others = [DoesNothing()] if event == "on_substep_end" else []
+    alone = train(model, tmp_path / "c", *others)
     for one, other in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -155,6 +171,130 @@ def test_a_loss_that_runs_the_model_with_other_weights_gets_their_low_bits(model
     # A backward that computes layers again has the student's weights, too.
     for one, other in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
         assert torch.equal(one, other)
+
+
+@contextlib.contextmanager
+def halved(model, is_rounded_anew):
+    """Half the weights, as a script puts them in place."""
+    now = [parameter.detach().clone() for parameter in model.parameters()]
+    put([weight / 2 for weight in now], model)
+    if is_rounded_anew:
+        low_bit_store(model).forget()
+    yield
+    put(now, model)
+    if is_rounded_anew:
+        low_bit_store(model).forget()
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_a_loss_of_a_distillation_that_runs_the_backbone_with_other_weights_gets_their_low_bits(
+    model, tmp_path, with_adapter
+):
+    """TRL's distillation never calls the whole model."""
+    distances = {}
+
+    def run(is_rounded_anew):
+        class Compares(LowBitDistillationTrainer):
+            def _compute_loss(self, student, inputs, *args):
+                loss = super()._compute_loss(student, inputs, *args)
+                rows = (IDS, torch.ones_like(IDS), 8)
+                with torch.no_grad():
+                    own = self._get_last_hidden_state(student, *rows)
+                    with halved(student, is_rounded_anew):
+                        other = self._get_last_hidden_state(student, *rows)
+                distances[is_rounded_anew] = (own - other).norm().item()
+                return loss
+
+        changes = {"max_steps": 1, "max_completion_length": 4, "use_vllm": False}
+        args = LowBitDistillationConfig(**settings(tmp_path / str(is_rounded_anew), **changes))
+        adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+        more = {"peft_config": adapter} if with_adapter else {}
+        Compares(model, args=args, teacher_model=model, train_dataset=prompts(), **more).train()
+
+    run(is_rounded_anew=True)
+    run(is_rounded_anew=False)
+
+    assert distances[False] == distances[True]
+
+
+def test_a_loss_that_sft_is_given_as_an_argument_gets_the_low_bits_of_other_weights(model, tmp_path):
+    trainers = []
+    distances = {}
+
+    def run(is_rounded_anew):
+        def loss(outputs, labels, num_items_in_batch=None):
+            policy = trainers[-1].model
+            with torch.no_grad():
+                own = policy(input_ids=IDS).logits
+                with halved(policy, is_rounded_anew):
+                    other = policy(input_ids=IDS).logits
+            distances[is_rounded_anew] = (own - other).abs().max().item()
+            return outputs.logits.pow(2).mean()
+
+        args = LowBitSFTConfig(**settings(tmp_path / str(is_rounded_anew), max_steps=1))
+        trainers.append(LowBitSFTTrainer(model, args=args, compute_loss_func=loss, **data_of("sft", model)))
+        trainers[-1].train()
+
+    run(is_rounded_anew=True)
+    run(is_rounded_anew=False)
+
+    assert distances[False] == distances[True]
+
+
+def test_a_compiled_model_gets_the_low_bits_of_other_weights(model, tmp_path):
+    distances = {}
+
+    def run(is_rounded_anew):
+        class Compares(QaRLTrainer):
+            def _compute_loss(self, policy, inputs):
+                loss = super()._compute_loss(policy, inputs)
+                with torch.no_grad():
+                    own = self.model(input_ids=IDS).logits
+                    with halved(self._unwrapped, is_rounded_anew):
+                        other = self.model(input_ids=IDS).logits
+                distances[is_rounded_anew] = (own - other).abs().max().item()
+                return loss
+
+        # The backend compiles nothing: TorchDynamo, which would skip what it does not trace, is the same.
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager", "max_tokens_per_pass": None}
+        folder = tmp_path / str(is_rounded_anew)
+        args = QaRLConfig(**without_engine(folder, max_steps=1, max_completion_length=4, loss_type="grpo", **compiled))
+        Compares(model, distinct_characters, args, train_dataset=prompts(8)).train()
+
+    run(is_rounded_anew=True)
+    run(is_rounded_anew=False)
+
+    assert distances[False] == distances[True]
+
+
+class WritesBetweenMicroBatches(TrainerCallback):
+    """Doubles a weight after the first micro-batch of a step, without a trace."""
+
+    def __init__(self, layer):
+        self.layer = layer
+        self.is_seen = []
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.layer.weight.data.mul_(2)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        # What the last micro-batch had.
+        (kept,) = (low_bit for name, low_bit in self.layer.store.kept().items() if "layers.0.mlp.up_proj" in name)
+        self.is_seen.append(is_low_bit_form_of(kept, self.layer.weight))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_micro_batch_sees_what_a_callback_wrote_before_it(model, tmp_path, is_trained):
+    args = LowBitSFTConfig(**settings(tmp_path / "run", max_steps=2, gradient_accumulation_steps=2))
+    trainer = LowBitSFTTrainer(model, args=args, **data_of("sft", model))
+    layer = trainer.model.model.layers[0].mlp.up_proj
+    layer.weight.requires_grad_(is_trained)
+    writes = WritesBetweenMicroBatches(layer)
+    trainer.add_callback(writes)
+
+    trainer.train()
+
+    assert writes.is_seen == [True, True]
 
 
 def test_a_copied_or_stored_model_does_not_know_the_trainer(model, tmp_path):
