@@ -269,15 +269,18 @@ def run_cell(
         elif waiting is not None and waiting.is_dir():
             shutil.copytree(waiting, folder, dirs_exist_ok=True)
             trained_before = json.loads((folder / "trained.json").read_text())
+            assert trained_before["start_sha256"] == sha_of(start / "start" / "model.safetensors"), "of another start"
             log = trained_before["log"]
         else:
             # Its 9 GB go before GPTQ comes.
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 log = process.submit(train, start, settings, chosen, seed, folder).result()
-            if waiting is not None:
-                set_aside(folder, {"log": log, "machine": common.machine()}, waiting)
             if keep is not None:
                 shutil.copytree(folder / "masters", keep / regime / path.stem)
+            if waiting is not None:
+                of_start = sha_of(start / "start" / "model.safetensors")
+                facts = {"log": log, "machine": common.machine(), "start_sha256": of_start}
+                set_aside(folder, facts, waiting)
 
         models = make_models(folder, start, regime, arm, scored)
         for model in models:

@@ -37,9 +37,6 @@ _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
-# Words that math-verify would read as products of their letters, in any order. Fewer letters may be such a product, as
-# xyz is, or a line from A to B.
-_WORDS = re.compile(r"(?=.*(?:[^\W\d_]{4}|[A-Z]{3}))[^\W\d_]+(?: [^\W\d_]+)*")
 # Signs that math-verify does not read as LaTeX's commands.
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
 _FRACTIONS = {"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
@@ -87,8 +84,9 @@ def grade(completion: str, reference: str) -> float | None:
     if words and expected_words:
         if words.casefold() == expected_words.casefold():
             return 1.0
-        # "post" is not "stop".
-        if _WORDS.fullmatch(words) and _WORDS.fullmatch(expected_words):
+        # "post" is not "stop". Names may come in another order.
+        are_words = _are_words(words) and _are_words(expected_words)
+        if are_words and sorted(words.casefold().split()) != sorted(expected_words.casefold().split()):
             return 0.0
 
     for answer in _announced_in(completion):
@@ -179,6 +177,20 @@ def _boxed_words(text: str) -> str | None:
         return None
     words = _plain(text[start:end])
     return words if _LETTER.search(words) else None
+
+
+def _are_words(text: str) -> bool:
+    """
+    Whether a text is of words, which math-verify would read as products of their letters, in any order: not such
+    products as xyz and abcd, and not AB, which may be a line.
+    """
+    words = text.split()
+    if not all(word.isalpha() for word in words):
+        return False
+    in_capitals = any(len(word) >= 3 and word.isupper() for word in words)
+    # Few products have e, i, o or u in them.
+    with_vowels = any(len(word) >= 4 and set("eiou") & set(word.casefold()) for word in words)
+    return in_capitals or with_vowels
 
 
 def _plain(answer: str) -> str:

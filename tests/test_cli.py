@@ -669,7 +669,7 @@ def test_export_of_an_adapter_onto_another_base_than_that_of_the_run_says_so(
     if is_said is None:
         assert "another model" not in said
     else:
-        assert "out is another model than" in said
+        assert "another model than" in said
         assert is_said in said
 
 

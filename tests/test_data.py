@@ -210,14 +210,18 @@ def test_messages_that_are_json_in_a_text_are_refused(write):
     with pytest.raises(ValueError, match="must be text, or a list of messages, got messages that are JSON in a text"):
         load_math_dataset(path)
 
-    # Control: a list that is part of a problem.
-    assert load_math_dataset(write([{"prompt": "[1, 2] reversed?", "answer": "[2, 1]"}], "list.jsonl"))[0]
+    # Controls: lists that are part of a problem.
+    problems = ["[1, 2] reversed?", "[{'content': 3}, {'content': 4}]: what is the sum?", "[1, 2]"]
+    others = write([{"prompt": problem, "answer": "1"} for problem in problems], "lists.jsonl")
+    assert load_math_dataset(others)["prompt"] == [user(problem) for problem in problems]
 
 
 def test_an_answer_of_a_class_is_its_name(tmp_path):
     """As MMLU has them; the number would be another answer."""
     classes = Features({"question": Value("string"), "answer": ClassLabel(names=["A", "B", "C"])})
     rows = [{"question": "Which is second?", "answer": 1}, {"question": "None?", "answer": None}]
+    # Hidden, as in a test set.
+    rows.append({"question": "Which?", "answer": -1})
     path = str(tmp_path / "set.parquet")
     Dataset.from_list(rows, features=classes).to_parquet(path)
 

@@ -50,10 +50,12 @@ def log(monkeypatch, caplog):
         (r"\boxed{BADC}", "ABCD", 0.0),
         (r"\boxed{BAC}", "ABC", 0.0),
         (r"\boxed{stop}", "post", 0.0),
-        (r"\boxed{\text{not enough}}", "enough not", 0.0),
+        (r"\boxed{\text{not enough}}", "too little", 0.0),
+        (r"\boxed{Alice and Bob}", "Bob and Alice", 1.0),
         (r"\boxed{abcd}", "ABCD", 1.0),
         # These may be.
         (r"\boxed{zyx}", "xyz", 1.0),
+        (r"\boxed{bacd}", "abcd", 1.0),
         (r"\boxed{BA}", "AB", 1.0),
         # Signs in place of LaTeX's commands.
         (r"\boxed{90^\circ}", "90°", 1.0),

@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from .._compat.sharding import sharding_of
 from ..export.files import digest
 from ..quant.digest import with_low_bits
-from ..quant.names import NOT_COMPUTED_BY, adapter_configs, base_model
+from ..quant.names import OF_THE_HUB, adapter_configs, base_model, computed_by
 from ..quant.scheme import describe_scheme
 from .changes import compared_settings
 
@@ -37,6 +37,8 @@ _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules",
 CONFIG = "config_of_model"
 # The entry of the commit of a model of the Hub.
 COMMIT = "commit"
+# The entry of the workers that read a stream.
+WORKERS = "workers_of_stream"
 # The entry of the settings of the run, by name.
 SETTINGS = "settings"
 # The entry of the reward functions among them. It is in no config.
@@ -105,7 +107,7 @@ def identity_of(
         facts["chat_template"] = digest([template])
     if not has_rewards and not _has_length(trainer_arguments.get("train_dataset")):
         # Each worker reads shards of its own. TRL's trainers with rewards take none for a stream.
-        facts["workers_of_stream"] = args.dataloader_num_workers
+        facts[WORKERS] = args.dataloader_num_workers
     pickles = _pickles(_folder(name, args.model_init_kwargs))
     if pickles:
         facts["pickled_weights"] = digest(pickles)
@@ -134,12 +136,17 @@ def identity_of(
     if _folder(name_of_teacher, loading_of_teacher) is not None:
         facts["teacher_files"] = weights_fact(name_of_teacher, loading_of_teacher)
     elif name_of_teacher:
-        commit_of_teacher = _commit_of(name_of_teacher, loading_of_teacher)
+        revision = {"revision": getattr(args, "teacher_model_revision", None)}
+        commit_of_teacher = _commit_of(name_of_teacher, revision | (loading_of_teacher or {}))
         if commit_of_teacher is not None:
             facts["teacher_commit"] = commit_of_teacher
     reward_models = _reward_models(trainer_arguments.get(REWARDS))
     if reward_models:
         facts["reward_models"] = reward_models
+    reward_commits = _commits_of_rewards(trainer_arguments.get(REWARDS))
+    # Without a connection nothing tells.
+    if reward_commits and None not in reward_commits:
+        facts["reward_commits"] = reward_commits
     return facts
 
 
@@ -188,13 +195,10 @@ def _commit_of(model: str | nn.Module, loading: Mapping[str, Any] | None) -> str
     if not model or Path(model).is_dir():
         return None
 
-    arguments = loading or {}
+    places = {name: value for name, value in (loading or {}).items() if name in (*OF_THE_HUB, "subfolder") and value}
     # Loading says what is wrong with it.
     with suppress(OSError, ValueError):
-        file = cached_file(
-            model, "config.json", revision=arguments.get("revision"), subfolder=arguments.get("subfolder") or ""
-        )
-        return extract_commit_hash(file, None)
+        return extract_commit_hash(cached_file(model, "config.json", **places), None)
     return None
 
 
@@ -215,6 +219,13 @@ def _reward_models(functions: Any) -> list[str]:
         elif isinstance(function, str) and Path(function).is_dir():
             digests.append(weights_fact(function, None))
     return digests
+
+
+def _commits_of_rewards(functions: Any) -> list[str | None]:
+    """The commits of the reward models of the Hub, in their order."""
+    several = functions if isinstance(functions, list | tuple) else [functions]
+    names = [name for name in several if isinstance(name, str) and not Path(name).is_dir()]
+    return [_commit_of(name, None) for name in names]
 
 
 def _pickles(folder: Path | None) -> list[Path]:
@@ -274,18 +285,8 @@ def _config_fact(config: PretrainedConfig) -> dict[str, Any]:
     # In place of sdpa alone.
     if attention.startswith("qarl_"):
         attention = "sdpa"
-    entries = _computed_by(config.to_dict()) | {"attention": attention}
+    entries = computed_by(config.to_dict()) | {"attention": attention}
     return json.loads(json.dumps(entries, default=str, sort_keys=True))
-
-
-def _computed_by(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a config, and of its parts, that change what a model computes."""
-    kept = {}
-    for name, value in values.items():
-        # `untie` writes the last.
-        if name not in NOT_COMPUTED_BY and name != "tie_word_embeddings":
-            kept[name] = _computed_by(value) if isinstance(value, Mapping) else value
-    return kept
 
 
 def _loaded_base_fact(model: nn.Module) -> str:

@@ -23,7 +23,7 @@ from .folder import (
     is_of_user,
     read_manifest,
 )
-from .identity import COMMIT, CONFIG, SETTINGS, without_choice_of_layers
+from .identity import COMMIT, CONFIG, SETTINGS, WORKERS, without_choice_of_layers
 from .lock import holding
 
 
@@ -35,7 +35,15 @@ TRAINED = "trained"
 MADE = "optimizer_began_with"
 # Entries that are compared last, because a setting that changed with them says more: digests of the models beside the
 # policy, and whether a launcher compiles it.
-_LAST = ("reference", "loaded_teacher", "teacher_files", "teacher_commit", "reward_models", "compiled")
+_LAST = (
+    "reference",
+    "loaded_teacher",
+    "teacher_files",
+    "teacher_commit",
+    "reward_models",
+    "reward_commits",
+    "compiled",
+)
 
 logger = get_logger(__name__)
 
@@ -238,6 +246,12 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
     if name == COMMIT:
         _check_commit(checkpoint, stored, identity)
         return
+    if name == WORKERS and stored.get(name, value) != value:
+        raise ValueError(
+            f"{checkpoint} read its stream with dataloader_num_workers={stored[name]}, got {value}: each worker reads "
+            "shards of its own, so other rows would come. Set it back, or start a new run with the checkpoint as the "
+            "model."
+        )
     # Of a model of the Hub they are its name and the revision that was asked for.
     if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:
         return

@@ -96,7 +96,8 @@ def load_math_dataset(
             prompt = prompt_of(problem, prompt_template, system_prompt, conversational)
         answer = row[answer_column]
         if names is not None and answer is not None:
-            answer = names.int2str(answer)
+            # -1 is no class: the labels of a test set are hidden.
+            answer = names.int2str(answer) if answer >= 0 else None
         if short_dtype is not None:
             answer = with_digits_of(answer, short_dtype)
         return {"prompt": prompt, "answer": final_answer(answer)}

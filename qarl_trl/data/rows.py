@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -19,7 +20,6 @@ from ..rewards import text_of
 SLOT = "{problem}"
 # A comma between thousands, not one between the parts of "(1, 2)".
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-_MESSAGES_IN_TEXT = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content)['\"]\s*:")
 
 
 def prompt_of(problem: Any, template: str | None, system_prompt: str | None, conversational: bool) -> Any:
@@ -62,7 +62,7 @@ def completion_of(completion: Any, conversational: bool) -> Any:
 
 def _messages(problem: Any) -> list[dict[str, Any]]:
     """A problem as new chat messages of role and content."""
-    if isinstance(problem, str) and _MESSAGES_IN_TEXT.match(problem):
+    if isinstance(problem, str) and _are_messages_in_text(problem):
         raise ValueError(
             f"A prompt must be text, or a list of messages, got messages that are JSON in a text: {problem!r:.200}. "
             "Read them by json.loads, and save them as lists."
@@ -81,6 +81,17 @@ def _messages(problem: Any) -> list[dict[str, Any]]:
                 f"The content of a message must be text, got {message['content']!r:.200}. Join its parts to one text."
             )
     return [{"role": message["role"], "content": message["content"]} for message in problem]
+
+
+def _are_messages_in_text(problem: str) -> bool:
+    """Whether a text is a list of messages, as JSON or as Python writes it."""
+    if not problem.lstrip().startswith("["):
+        return False
+    try:
+        messages = ast.literal_eval(problem.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+    return bool(messages) and all(isinstance(part, dict) and {"role", "content"} <= part.keys() for part in messages)
 
 
 def final_answer(reference: Any) -> str:

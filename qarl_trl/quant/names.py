@@ -24,6 +24,25 @@ NOT_COMPUTED_BY = {
 }
 
 
+# Arguments of `from_pretrained` that say where the files of a model are.
+OF_THE_HUB = ("revision", "token", "cache_dir", "local_files_only")
+
+
+def computed_by(values: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The entries of a model's config, and of its parts, that change what it computes.
+
+    Args:
+        values: The config as a dictionary.
+    """
+    kept = {}
+    for name, value in values.items():
+        # `untie` writes the last.
+        if name not in NOT_COMPUTED_BY and name != "tie_word_embeddings":
+            kept[name] = computed_by(value) if isinstance(value, Mapping) else value
+    return kept
+
+
 def plain_name(name: str) -> str:
     """A parameter's or module's name without the part that activation checkpointing inserts."""
     return name.replace("_checkpoint_wrapped_module.", "")

@@ -34,6 +34,8 @@ class TellStore(TrainerCallback):
             # A script may have made a norm or an embedding trainable, after the trainer had made the adapter.
             check_saved(model)
         self._store.forget()  # a checkpoint may have been loaded
+        # What the first step is compared with.
+        self._store.look_at_untrained()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing

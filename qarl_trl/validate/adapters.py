@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from .._compat.versions import check_versions
 from ..quant.names import base_model
+from ..quant.sharding.shards import shape_of
 from .layers import OTHER_HEADS
 from .model import changed_by_loading
 from .types import RunSettings, TrainerArguments
@@ -92,13 +94,14 @@ def check_base_name(model: str, config: PretrainedConfig, args: RunSettings) -> 
     )
 
 
-def check_resized(model: nn.Module, args: RunSettings) -> None:
+def check_resized(model: nn.Module, adapters: Sequence[Any], args: RunSettings) -> None:
     """
     Refuse a loaded model of the Hub with a resized embedding while the Hub is off: peft looks there whether an adapter
     needs the embedding, and would leave it out.
 
     Args:
-        model: The trainer's model, which has or gets an adapter.
+        model: The trainer's model.
+        adapters: The configurations of its adapters. One that is of the embedding has its rows.
         args: Settings of the run.
 
     Raises:
@@ -113,13 +116,25 @@ def check_resized(model: nn.Module, args: RunSettings) -> None:
     except (OSError, ValueError):  # nobody can compare
         return
 
-    rows = base.get_input_embeddings().weight.shape[0]
+    embedding = base.get_input_embeddings()
+    names = [name for name, module in base.named_modules() if module is embedding]
+    for adapter in adapters:
+        of_adapter = [*(adapter.modules_to_save or ()), *_as_names(adapter.target_modules)]
+        if any(name.endswith(part) for name in names for part in of_adapter):
+            return
+
+    rows = shape_of(embedding.weight)[0]
     before = config.get_text_config().vocab_size
     if rows != before:
         raise ValueError(
             f"The embedding has {rows} rows, that of {name} on the Hub {before}, and HF_HUB_OFFLINE=1 hides it from "
             "peft: no file of the adapter would have the new rows. Save the model to a folder, and load it from there."
         )
+
+
+def _as_names(modules: Any) -> list[str]:
+    """The names of the modules that an adapter is on; of a regular expression none."""
+    return [] if isinstance(modules, str) else list(modules or ())
 
 
 def check_reference(model: Any, args: RunSettings, trainer_arguments: TrainerArguments) -> None:

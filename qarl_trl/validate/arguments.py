@@ -79,7 +79,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     for adapter in adapters:
         check_adapter(adapter, args)
     if adapters and not isinstance(model, str):
-        check_resized(model, args)
+        check_resized(model, adapters, args)
     if not isinstance(model, str) and is_peft_model(model):
         check_one_active(model)
         check_reference(model, args, trainer_arguments)

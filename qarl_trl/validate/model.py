@@ -11,12 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from ..export.files import check_generation_config
-from ..quant.names import NOT_COMPUTED_BY, architecture_of
+from ..quant.names import OF_THE_HUB, architecture_of, computed_by
 from .types import RunSettings
-
-
-# Arguments of `from_pretrained` that say where the files of a model are.
-_OF_THE_HUB = ("revision", "token", "cache_dir", "local_files_only")
 
 
 def loading_arguments(args: RunSettings) -> dict[str, Any]:
@@ -63,7 +59,7 @@ def check_saved_generation_config(model: str | nn.Module, args: RunSettings) -> 
         ValueError: if it cannot be saved, which the first checkpoint would be the first to find out.
     """
     if isinstance(model, str):
-        hub = {name: value for name, value in loading_arguments(args).items() if name in _OF_THE_HUB}
+        hub = {name: value for name, value in loading_arguments(args).items() if name in OF_THE_HUB}
         try:
             generation_config = GenerationConfig.from_pretrained(model, **hub)
         except OSError:  # a model without one
@@ -96,14 +92,14 @@ def changed_by_loading(model: str, config: PretrainedConfig, args: RunSettings) 
         args: Settings of the run.
     """
     loading = loading_arguments(args)
-    candidates = sorted(set(loading) & set(config.to_dict()) - NOT_COMPUTED_BY)
-    if not candidates:
+    places = {name: value for name, value in loading.items() if name in (*OF_THE_HUB, "trust_remote_code")}
+    if loading == places:
         return []
 
-    places = {name: value for name, value in loading.items() if name in (*_OF_THE_HUB, "trust_remote_code")}
-    of_file = AutoConfig.from_pretrained(model, **places).to_dict()
-    values = config.to_dict()
-    return [name for name in candidates if of_file.get(name) != values[name]]
+    # Not by the arguments' names: transformers makes `rope_parameters` of `rope_scaling`.
+    of_file = computed_by(AutoConfig.from_pretrained(model, **places).to_dict())
+    values = computed_by(config.to_dict())
+    return sorted(name for name in values if of_file.get(name) != values[name])
 
 
 def _config_of_name(model: str, args: RunSettings) -> PretrainedConfig:

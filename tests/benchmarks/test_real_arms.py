@@ -37,7 +37,9 @@ def test_a_cell_that_was_stopped_after_its_training_is_only_scored(tmp_path, mon
     (start / "start" / "model.safetensors").write_bytes(b"start")
     trained = tmp_path / "trained" / "g64" / "qarl_grpo.7"
     (trained / "masters").mkdir(parents=True)
-    (trained / "trained.json").write_text(json.dumps({"log": {"reward": [0.5]}, "machine": {"cpu": "another"}}))
+    of_start = real_arms.sha_of(start / "start" / "model.safetensors")
+    facts = {"log": {"reward": [0.5]}, "machine": {"cpu": "another"}, "start_sha256": of_start}
+    (trained / "trained.json").write_text(json.dumps(facts))
     monkeypatch.setattr(real_arms, "FOLDER", tmp_path / "results")
     # Scoring takes vLLM and minutes.
     monkeypatch.setattr(real_arms, "make_models", lambda folder, *_: [folder / "masters"])

@@ -494,6 +494,34 @@ def test_a_model_of_the_hub_that_has_moved_is_another_run(tmp_path, args, monkey
     assert resume_path("true", args, identity(second)) == str(older)
 
 
+def test_the_commit_of_a_teacher_is_that_of_its_revision(tmp_path, monkeypatch):
+    """One that is pinned stays where it is when its branch moves."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    first = "a" * 40
+    args = LowBitDistillationConfig(
+        output_dir=str(tmp_path),
+        teacher_model_name_or_path="some/model",
+        teacher_model_revision=first,
+        use_cpu=True,
+        bf16=False,
+    )
+
+    for commit in (first, "b" * 40):
+        put_on_hub(tmp_path / "cache", commit)
+        assert identity_of("a", args, None, {})["teacher_commit"] == first
+
+    # Control: without a revision it is that of the branch.
+    args.teacher_model_revision = None
+    assert identity_of("a", args, None, {})["teacher_commit"] == "b" * 40
+
+
+def test_the_arguments_by_which_a_model_is_found_are_those_by_which_it_loads(tmp_path, args):
+    put_on_hub(tmp_path / "elsewhere", "c" * 40)
+    args.model_init_kwargs = {"cache_dir": str(tmp_path / "elsewhere"), "dtype": "float32"}
+
+    assert identity_of("some/model", args, None, {})["commit"] == "c" * 40
+
+
 def test_a_reward_model_of_other_weights_under_the_same_name_is_another_run(tmp_path, args):
     judge = tmp_path / "judge"
     judge.mkdir()
@@ -540,7 +568,7 @@ def test_workers_of_a_stream_stay_because_each_reads_shards_of_its_own(tmp_path,
 
     changed = identity_of("a", args, None, data)
     if is_stream:
-        with pytest.raises(ValueError, match="another run: workers_of_stream was 0"):
+        with pytest.raises(ValueError, match="read its stream with dataloader_num_workers=0, got 2"):
             resume_path("true", args, changed)
     else:
         assert resume_path("true", args, changed) == str(folder)

@@ -307,26 +307,35 @@ def test_a_copied_or_stored_model_does_not_know_the_trainer(model, tmp_path):
 
 
 class WritesToUntrained(TrainerCallback):
-    """Doubles a weight that nobody trains when the second step begins, without a trace."""
+    """Doubles a weight that nobody trains when a step begins, without a trace."""
 
-    def __init__(self, layer):
+    def __init__(self, layer, at):
         self.layer = layer
+        self.at = at
         self.is_seen = []
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1:
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.at:
             self.layer.weight.data.mul_(2)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.is_seen.append(is_low_bit_form_of(self.layer.low_bit(), self.layer.weight))
 
 
-def test_a_step_sees_what_a_callback_writes_to_untrained_weights_at_its_beginning(model, tmp_path):
+class RunsModel(TrainerCallback):
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        loss_of(model)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_step_sees_what_a_callback_writes_to_untrained_weights_at_its_beginning(model, tmp_path, at):
     args = LowBitSFTConfig(**settings(tmp_path / "run", max_steps=2))
     trainer = LowBitSFTTrainer(model, args=args, **data_of("sft", model))
     layer = trainer.model.model.layers[0].mlp.up_proj
     layer.weight.requires_grad_(False)
-    writes = WritesToUntrained(layer)
+    writes = WritesToUntrained(layer, at)
+    # Low-bit weights are there when the first step begins, as after an evaluation.
+    trainer.add_callback(RunsModel())
     trainer.add_callback(writes)
 
     trainer.train()

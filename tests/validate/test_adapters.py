@@ -1,6 +1,7 @@
 """`qarl_trl.validate.adapters`: adapters that can be trained, and the words for those that cannot."""
 
 import pytest
+import torch
 from configs import config
 from huggingface_hub import constants
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
@@ -215,6 +216,8 @@ def test_a_config_that_loading_changes_is_said_to_be_in_no_file_of_an_adapter(tm
         return "rope_parameters of the base, which no file of an adapter says" in caplog.text
 
     assert check(lora(), **ROPE)
+    # transformers makes the same entry of the older name.
+    assert check(lora(), rope_scaling={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0})
     # Controls: other arguments of loading, and without an adapter.
     assert not check(lora(), attn_implementation="eager", use_cache=False)
     assert not check(None, **ROPE)
@@ -245,17 +248,26 @@ def test_a_resized_embedding_of_a_model_of_the_hub_is_refused_offline(tmp_path, 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     model = AutoModelForCausalLM.from_pretrained("some/model")
 
-    def check(offline):
+    def check(offline, **changes):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        check_arguments(model, config(tmp_path / "run"), {"peft_config": lora()})
+        check_arguments(model, config(tmp_path / "run"), {"peft_config": lora(**changes)})
 
     rows = model.get_input_embeddings().num_embeddings
     check(True)  # control: as it was
+    # As ZeRO-3 cuts it.
+    embedding = model.get_input_embeddings().weight
+    values = embedding.data
+    embedding.ds_shape = values.shape
+    embedding.data = torch.empty(0)
+    check(True)
+    embedding.data = values
+    del embedding.ds_shape
     model.resize_token_embeddings(rows + 8)
 
     with pytest.raises(ValueError, match=f"has {rows + 8} rows, that of some/model on the Hub {rows}"):
         check(True)
-    # Controls: peft can look, and from a folder.
+    # Controls: peft can look, the adapter has the embedding, and from a folder.
     check(False)
+    check(True, modules_to_save=["embed_tokens", "lm_head"])
     model.config._name_or_path = str(folder / "snapshots" / commit)
     check(True)

@@ -57,10 +57,10 @@ def main(argv: Sequence[str]) -> None:
     check_writable(args.output, "output")
     check_target(args.output)
 
-    model = source.load()
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
     processing_class = _processing_class(tokenizer_folder(args.checkpoint))
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    model = source.load()
     is_adapter = is_peft_model(model)
     if is_adapter:
         # As the run did: an adapter has no generation config, in which answers would end at the base's token alone.
@@ -106,8 +106,15 @@ def _processing_class(folder: str) -> Any:
     """The processor of a model for images, as its run saved it; else the tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    is_processor = any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
-    return (AutoProcessor if is_processor else AutoTokenizer).from_pretrained(folder)
+    if any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
+        try:
+            return AutoProcessor.from_pretrained(folder)
+        except (ImportError, ValueError, AttributeError) as error:
+            print(
+                f"The processor of {folder} does not load ({' '.join(str(error).split())[:200]}): the output gets the "
+                "tokenizer alone. Copy the processor's files into it, without which nobody gives it images."
+            )
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def _export_parser() -> argparse.ArgumentParser:

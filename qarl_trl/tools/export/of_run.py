@@ -17,7 +17,7 @@ from ...checkpoints.identity import scheme_fact, weights_fact
 from ...export.files import BASE_CONFIG, LOW_BIT_FOLDER, weight_files
 from ...quant.layers.layer import LowBitLayer
 from ...quant.match import match_layers
-from ...quant.names import NOT_COMPUTED_BY, checkpoint_modules
+from ...quant.names import checkpoint_modules, computed_by
 from ...quant.scheme import describe_scheme
 
 
@@ -80,14 +80,17 @@ def say_if_base_differs(checkpoint: str, output: str, base: str, trained: dict[s
         return
     before = json.loads(manifest.read_text()).get("weights")
     if before is not None and before != weights_fact(base, None):
-        print(f"{output} is another model than the one that was trained: {base} has other files than in the run.")
+        print(
+            f"{base} has other files than in the run (weights, config or tokenizer): {output} may be another model "
+            "than the one that was trained."
+        )
 
 
 def _differing_entries(one: Path, other: Path) -> list[str]:
     """The entries by which two models compute, and in which their configs differ."""
-    first = json.loads((one / "config.json").read_text())
-    second = json.loads((other / "config.json").read_text())
-    return sorted(name for name in first.keys() - NOT_COMPUTED_BY if first[name] != second.get(name))
+    first = computed_by(json.loads((one / "config.json").read_text()))
+    second = computed_by(json.loads((other / "config.json").read_text()))
+    return sorted(name for name in first if first[name] != second.get(name))
 
 
 def _differing_tensors(one: Path, other: Path, low_bit_layers: Iterable[str]) -> list[str]:

@@ -342,7 +342,9 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
     flips = quarters(run, "quant/flip_frac")[-1]
     if flips == 0 and _has_no_gradient(run):
         text = "no sync changes a quantized value: the updates have no gradient"
-        advice = "All rewards of a prompt are equal. Try the reward with `qarl-trl doctor`."
+        are_equal = quarters(run, EQUAL_REWARDS)[-1] == 1
+        equal = "All rewards of a prompt are equal. Try the reward with `qarl-trl doctor`."
+        advice = equal if are_equal else "Look whether all answers are cut off or left out."
         yield Judgement("bad", text, advice, NOTHING)
     elif flips < FEWEST_FLIPS:
         advice = "Updates are lost in rounding: use float32 master weights, or a higher learning_rate."
@@ -373,8 +375,10 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
 
 
 def _has_no_gradient(run: LoggedRun) -> bool:
-    """Whether nothing was learned in the last quarter, for want of a difference between rewards."""
-    return quarters(run, "grad_norm")[-1] == 0 or quarters(run, EQUAL_REWARDS)[-1] == 1
+    """Whether nothing was learned in the last quarter, as where all rewards of a prompt are equal."""
+    gradient = quarters(run, "grad_norm")[-1]
+    # A penalty may have a gradient where the rewards have none.
+    return gradient == 0 or (math.isnan(gradient) and quarters(run, EQUAL_REWARDS)[-1] == 1)
 
 
 def _which_problems(run: LoggedRun) -> str:

@@ -87,14 +87,24 @@ def test_a_run_that_ended_in_nan_is_wrong(name):
     assert not judgements_of_level(rows, "bad")
 
 
-@pytest.mark.parametrize("why", [{"grad_norm": 0.0}, {"frac_reward_zero_std": 1.0}])
-def test_without_a_gradient_nothing_is_lost_in_rounding(why):
-    """As with a reward that reads no answer."""
-    (judgement,) = judgements_of_level(log(**{"quant/flip_frac": 0.0} | why), "bad")
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        # As with a reward that reads no answer.
+        ({"grad_norm": 0.0, "frac_reward_zero_std": 1.0}, "qarl-trl doctor"),
+        # As with `mask_truncated_completions`.
+        ({"grad_norm": 0.0}, "cut off"),
+        # Without a log of the gradient.
+        ({"frac_reward_zero_std": 1.0}, "qarl-trl doctor"),
+        # A penalty has one.
+        ({"grad_norm": 0.3, "frac_reward_zero_std": 1.0}, "lost in rounding"),
+    ],
+)
+def test_without_a_gradient_nothing_is_lost_in_rounding(changes, advice):
+    (judgement,) = judgements_of_level(log(**{"quant/flip_frac": 0.0} | changes), "bad")
 
-    assert "no gradient" in judgement.text
-    assert "qarl-trl doctor" in judgement.advice
-    assert "rounding" not in judgement.advice
+    assert ("no gradient" in judgement.text) == ("rounding" not in advice)
+    assert advice in judgement.advice
 
 
 def test_a_small_share_of_flips_that_committed_runs_learned_with_is_good():
