@@ -12,6 +12,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 from conftest import make_model, make_tokenizer
+from datasets import Dataset
 from lines import additions, command_line, write_rows
 
 from qarl_trl import cli, methods, train
@@ -96,7 +97,12 @@ def test_numbers_of_a_schedule_are_numbers(base, tmp_path):
 )
 def test_an_evaluation_set_has_the_configuration_of_its_own_dataset(monkeypatch, eval_name, eval_config, expected):
     loaded = []
-    monkeypatch.setattr(methods, "load_rows", lambda *which: loaded.append(which))
+
+    def load_rows(*which):
+        loaded.append(which)
+        return Dataset.from_list([{"text": "a"}])
+
+    monkeypatch.setattr(methods, "load_rows", load_rows)
     settings = methods.DataArguments(
         dataset_name_or_path="org/train",
         dataset_config="main",
