@@ -179,7 +179,8 @@ def record_losses(trainer: QaRLTrainer) -> list[torch.Tensor]:
         losses.append(loss)
         return loss
 
-    trainer._compute_loss = recording
+    # A `partial` is of `functools`: under FSDP2 micro-batches with a loss of a user share no pass.
+    trainer._compute_loss = functools.partial(recording)
     return losses
 
 
