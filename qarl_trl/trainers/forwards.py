@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,11 +202,12 @@ def method_of_user(trainer: Any, methods: tuple[str, ...]) -> str | None:
         function = getattr(trainer, method, None)
         # Through decorators: a wrapper by functools.wraps has the name and the module of what it wraps.
         while function is not None:
+            while isinstance(function, partial):
+                function = function.func
             code = getattr(function, "__func__", function)
             scope = getattr(code, "__globals__", {})
             module = scope.get("__name__") or getattr(code, "__module__", None) or ""
-            # A partial has none.
-            if module and module.partition(".")[0] not in (*LIBRARIES, "functools"):
+            if module and module.partition(".")[0] not in LIBRARIES:
                 return method
             function = getattr(code, "__wrapped__", None)
     return None

@@ -149,7 +149,9 @@ def train(trainer: QaRLTrainer) -> dict[str, Any]:
     """
     gradients = Gradients()
     trainer.add_callback(gradients)
-    losses = record_losses(trainer)
+    # The last one, so that it comes after the trainer's own.
+    records = RecordsLosses(trainer)
+    trainer.add_callback(records)
     passes = record_passes(trainer)
 
     # TRL cuts its micro-batches in another order; here it is the same. A packing trainer has this order by itself.
@@ -162,26 +164,30 @@ def train(trainer: QaRLTrainer) -> dict[str, Any]:
     trainer.evaluate()
 
     return {
-        "losses": torch.stack(losses).detach(),
+        "losses": torch.stack(records.losses).detach(),
         "gradients": gradients.seen,
         "logged": logged_numbers(trainer),
         "passes": passes,
     }
 
 
-def record_losses(trainer: QaRLTrainer) -> list[torch.Tensor]:
-    """The loss of each micro-batch from now on."""
-    losses = []
-    compute = trainer._compute_loss
+class RecordsLosses(TrainerCallback):
+    """Records the loss of each micro-batch from the beginning of a training on."""
 
-    def recording(*args: Any) -> torch.Tensor:
-        loss = compute(*args)
-        losses.append(loss)
-        return loss
+    def __init__(self, trainer: QaRLTrainer) -> None:
+        self._trainer = trainer
+        self.losses: list[torch.Tensor] = []
 
-    # A `partial` is of `functools`: under FSDP2 micro-batches with a loss of a user share no pass.
-    trainer._compute_loss = functools.partial(recording)
-    return losses
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        compute = self._trainer._compute_loss
+
+        def recording(*args: Any) -> torch.Tensor:
+            loss = compute(*args)
+            self.losses.append(loss)
+            return loss
+
+        # After the trainer has chosen its passes: under FSDP2 no micro-batches share one with a loss of a user.
+        self._trainer._compute_loss = recording
 
 
 def record_passes(trainer: QaRLTrainer) -> list[torch.Size]:

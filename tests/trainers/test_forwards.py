@@ -141,6 +141,11 @@ class MeanTeacherStep(LowBitSFTTrainer):
         return loss.detach()
 
 
+def loss_of_partial(trainer, model, inputs, *args, **kwargs):
+    """With the trainer bound by a `partial`."""
+    return distance_to_half(trainer, model, inputs)
+
+
 def wrapped_loss(trainer):
     """As scripts replace a method."""
 
@@ -151,17 +156,20 @@ def wrapped_loss(trainer):
     return compute_loss
 
 
-@pytest.mark.parametrize("how", ["compute_loss", "training_step", "wrapped"])
+@pytest.mark.parametrize("how", ["compute_loss", "training_step", "wrapped", "partial"])
 def test_a_loss_that_runs_the_model_with_other_weights_gets_their_low_bits(model, tmp_path, how):
     trainers = []
     for checkpointing in (False, True):
         changes = {"max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": checkpointing}
         args = LowBitSFTConfig(**settings(tmp_path / str(checkpointing), **changes))
-        kind = {"compute_loss": MeanTeacher, "training_step": MeanTeacherStep, "wrapped": LowBitSFTTrainer}[how]
+        kind = {"compute_loss": MeanTeacher, "training_step": MeanTeacherStep}.get(how, LowBitSFTTrainer)
         trainer = kind(model, args=args, **data_of("sft", model))
         if how == "wrapped":
             trainer.distances = ()
             trainer.compute_loss = wrapped_loss(trainer)
+        elif how == "partial":
+            trainer.distances = ()
+            trainer.compute_loss = functools.partial(loss_of_partial, trainer)
         trainer.train()
         trainers.append(trainer)
 

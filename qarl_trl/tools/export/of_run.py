@@ -13,7 +13,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from safetensors import safe_open
 
 from ...checkpoints.folder import MANIFEST
-from ...checkpoints.identity import scheme_fact, weights_fact
+from ...checkpoints.identity import scheme_fact
+from ...checkpoints.models import weights_fact
 from ...export.files import BASE_CONFIG, LOW_BIT_FOLDER, weight_files
 from ...quant.layers.layer import LowBitLayer
 from ...quant.match import match_layers

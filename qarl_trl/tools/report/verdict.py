@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .limits import COLLAPSED, EQUAL_REWARDS, LIMITS, MISMATCH, NOTHING, OTHER_PROBLEMS
 from .runs import LoggedRun
 
 
@@ -22,118 +23,6 @@ LARGEST_KL = 0.01
 FEWEST_FLIPS = 2e-5
 # Metrics that are a number in each line of a run that trains. A reward may be missing.
 NUMBERS = ("loss", "grad_norm", "entropy", "mismatch/logp_diff_mean", "sampling/sampling_logp_difference/mean")
-# The limit of a share that is never wrong, or never only worth a look.
-NEVER = math.inf
-
-# Pages of docs/.
-COLLAPSED = "troubleshooting.md#the-reward-collapsed"
-NOTHING = "troubleshooting.md#nothing-is-learned"
-MISMATCH = "troubleshooting.md#the-mismatch-is-too-large"
-RATIOS = "metrics.md#ratios"
-TRL_NAMES = "metrics.md#trls-names-to-watch"
-ERROR_TOKENS = "metrics.md#error-tokens"
-
-EQUAL_REWARDS = "frac_reward_zero_std"
-OTHER_PROBLEMS = "Use other problems."
-LOWER_RATE = "Lower learning_rate, or use fewer updates per rollout batch (steps_per_generation)."
-
-
-@dataclass(frozen=True)
-class Limit:
-    """
-    The limits of a share, over the last quarter of a run.
-
-    Args:
-        metric: The metric's name in the log.
-        look: Above this share: look at it.
-        bad: Above this share it is wrong.
-        text: What it is, with a place for the share.
-        advice: What to do.
-        page: The page of docs/ that says more.
-    """
-
-    metric: str
-    look: float
-    bad: float
-    text: str
-    advice: str
-    page: str
-
-
-LIMITS = (
-    Limit(
-        EQUAL_REWARDS,
-        look=0.8,
-        bad=NEVER,
-        text="{:.0%} of the prompts have equal rewards",
-        advice=OTHER_PROBLEMS,
-        page=NOTHING,
-    ),
-    Limit(
-        "quant/flip_frac",
-        look=NEVER,
-        bad=0.3,
-        text="each sync changes {:.3%} of the quantized values",
-        advice="Lower learning_rate.",
-        page=COLLAPSED,
-    ),
-    Limit(
-        "ratio/pos_high_frac",
-        look=0.3,
-        bad=0.7,
-        text="{:.0%} of the answers are clipped (A > 0, above)",
-        advice=LOWER_RATE,
-        page=RATIOS,
-    ),
-    Limit(
-        "ratio/neg_low_frac",
-        look=0.3,
-        bad=0.7,
-        text="{:.0%} of the answers are clipped (A < 0, below)",
-        advice=LOWER_RATE,
-        page=RATIOS,
-    ),
-    Limit(
-        "ratio/neg_high_frac",
-        look=0.3,
-        bad=0.7,
-        text="{:.0%} of the answers are clipped (A < 0, above)",
-        advice=LOWER_RATE,
-        page=RATIOS,
-    ),
-    Limit(
-        "completions/clipped_ratio",
-        look=0.3,
-        bad=NEVER,
-        text="{:.0%} of the answers are cut off",
-        advice="Raise max_completion_length.",
-        page=TRL_NAMES,
-    ),
-    Limit(
-        "error_tokens/frac",
-        look=0.01,
-        bad=NEVER,
-        text="{:.1%} of the tokens stand in loops",
-        advice="Read some answers (log_completions), then look at the mismatch.",
-        page=ERROR_TOKENS,
-    ),
-    Limit(
-        "mismatch/seq_weight_capped_frac",
-        look=0.01,
-        bad=NEVER,
-        text="the mismatch weight of {:.0%} of the answers is at its cap",
-        advice="Engine and learner are far apart: find the cause. A wider cap hides it.",
-        page=MISMATCH,
-    ),
-    Limit(
-        "mismatch/unscored_max",
-        look=0.01,
-        bad=NEVER,
-        text="the engine gave no log-prob to {:.0%} of the tokens",
-        advice="Above one half the run stops.",
-        page=MISMATCH,
-    ),
-)
 
 
 @dataclass(frozen=True)
