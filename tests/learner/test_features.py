@@ -140,18 +140,21 @@ def make(
     )
 
 
-def train(trainer: QaRLTrainer) -> dict[str, Any]:
+def train(trainer: QaRLTrainer, with_losses: bool = True) -> dict[str, Any]:
     """
     Train and evaluate.
+
+    Args:
+        trainer: The trainer.
+        with_losses: Record the losses of the micro-batches, in place of the trainer's `_compute_loss`. Under FSDP2 no
+            micro-batches share a pass with a loss of a user, for which it is taken.
 
     Returns: the losses of the micro-batches, gradients of the updates, all numbers that were logged but times, and
     sizes of the passes.
     """
     gradients = Gradients()
     trainer.add_callback(gradients)
-    # The last one, so that it comes after the trainer's own.
-    records = RecordsLosses(trainer)
-    trainer.add_callback(records)
+    losses = record_losses(trainer) if with_losses else [torch.zeros(())]
     passes = record_passes(trainer)
 
     # TRL cuts its micro-batches in another order; here it is the same. A packing trainer has this order by itself.
@@ -164,30 +167,25 @@ def train(trainer: QaRLTrainer) -> dict[str, Any]:
     trainer.evaluate()
 
     return {
-        "losses": torch.stack(records.losses).detach(),
+        "losses": torch.stack(losses).detach(),
         "gradients": gradients.seen,
         "logged": logged_numbers(trainer),
         "passes": passes,
     }
 
 
-class RecordsLosses(TrainerCallback):
-    """Records the loss of each micro-batch from the beginning of a training on."""
+def record_losses(trainer: QaRLTrainer) -> list[torch.Tensor]:
+    """The loss of each micro-batch from now on."""
+    losses = []
+    compute = trainer._compute_loss
 
-    def __init__(self, trainer: QaRLTrainer) -> None:
-        self._trainer = trainer
-        self.losses: list[torch.Tensor] = []
+    def recording(*args: Any) -> torch.Tensor:
+        loss = compute(*args)
+        losses.append(loss)
+        return loss
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        compute = self._trainer._compute_loss
-
-        def recording(*args: Any) -> torch.Tensor:
-            loss = compute(*args)
-            self.losses.append(loss)
-            return loss
-
-        # After the trainer has chosen its passes: under FSDP2 no micro-batches share one with a loss of a user.
-        self._trainer._compute_loss = recording
+    trainer._compute_loss = recording
+    return losses
 
 
 def record_passes(trainer: QaRLTrainer) -> list[torch.Size]:

@@ -46,7 +46,8 @@ def _train_padded_and_packed(
         # Two processes that do not know of each other would train as padded rows do, too.
         kind = "FSDP" if fsdp else "MULTI_CPU"
         assert (trainer.accelerator.distributed_type, trainer.accelerator.num_processes) == (kind, 2)
-        runs.append(train(trainer))
+        # The other test of this function compares the loss of each micro-batch under FSDP2.
+        runs.append(train(trainer, with_losses=not (fsdp and changes)))
 
     padded, packed = runs
     assert_equal_runs(packed, padded)

@@ -118,23 +118,23 @@ def distance_to_half(trainer, model, inputs):
     student = model(input_ids=inputs["input_ids"]).logits
     now = [parameter.detach().clone() for parameter in model.parameters()]
     put([weight / 2 for weight in now], model)
+    if trainer.is_rounded_anew:
+        trainer.low_bit_store.forget()
     with torch.no_grad():
         teacher = model(input_ids=inputs["input_ids"]).logits
     put(now, model)
+    if trainer.is_rounded_anew:
+        trainer.low_bit_store.forget()
     trainer.distances += ((student - teacher).abs().max().item(),)
     return (student - teacher).pow(2).mean()
 
 
 class MeanTeacher(LowBitSFTTrainer):
-    distances = ()
-
     def compute_loss(self, model, inputs, *args, **kwargs):
         return distance_to_half(self, model, inputs)
 
 
 class MeanTeacherStep(LowBitSFTTrainer):
-    distances = ()
-
     def training_step(self, model, inputs, *args, **kwargs):
         loss = distance_to_half(self, model, self._prepare_inputs(inputs))
         self.accelerator.backward(loss)
@@ -158,27 +158,29 @@ def wrapped_loss(trainer):
 
 @pytest.mark.parametrize("how", ["compute_loss", "training_step", "wrapped", "partial"])
 def test_a_loss_that_runs_the_model_with_other_weights_gets_their_low_bits(model, tmp_path, how):
+    kinds = {"compute_loss": MeanTeacher, "training_step": MeanTeacherStep}
     trainers = []
-    for checkpointing in (False, True):
+    for checkpointing, is_rounded_anew in [(False, False), (True, False), (False, True)]:
         changes = {"max_steps": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": checkpointing}
-        args = LowBitSFTConfig(**settings(tmp_path / str(checkpointing), **changes))
-        kind = {"compute_loss": MeanTeacher, "training_step": MeanTeacherStep}.get(how, LowBitSFTTrainer)
-        trainer = kind(model, args=args, **data_of("sft", model))
+        args = LowBitSFTConfig(**settings(tmp_path / f"{checkpointing}-{is_rounded_anew}", **changes))
+        trainer = kinds.get(how, LowBitSFTTrainer)(model, args=args, **data_of("sft", model))
+        trainer.is_rounded_anew = is_rounded_anew
+        trainer.distances = ()
         if how == "wrapped":
-            trainer.distances = ()
             trainer.compute_loss = wrapped_loss(trainer)
         elif how == "partial":
-            trainer.distances = ()
             trainer.compute_loss = functools.partial(loss_of_partial, trainer)
         trainer.train()
         trainers.append(trainer)
 
-        # It was 0: the teacher had the low bits of the student.
-        assert min(trainer.distances) > 0.01
+    # With the low bits of the student, the teacher was nearer: embeddings and norms alone were its own.
+    usual, with_checkpointing, anew = trainers
+    assert usual.distances == with_checkpointing.distances == anew.distances
 
     # A backward that computes layers again has the student's weights, too.
-    for one, other in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
-        assert torch.equal(one, other)
+    for trainer in (with_checkpointing, anew):
+        for one, other in zip(trainer.model.parameters(), usual.model.parameters(), strict=True):
+            assert torch.equal(one, other)
 
 
 @contextlib.contextmanager
