@@ -62,6 +62,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "QaRL TBPO, LoRA merged": {"lora_base": "merged", "learning_rate": 2e-4},
     "QaRL TBPO, LoRA beside a frozen base": {"lora_base": "frozen", "learning_rate": 2e-4},
 }
+# The arms of a comparison at other rates than that of bf16 GRPO.
+RATED: dict[str, dict[str, Any]] = {
+    "rollout-only GRPO, rate 6e-5": ARMS["rollout-only GRPO"] | {"learning_rate": 6e-5},
+    "rollout-only GRPO, rate 1.2e-4": ARMS["rollout-only GRPO"] | {"learning_rate": 1.2e-4},
+    "QaRL GRPO, rate 6e-5": ARMS["QaRL GRPO"] | {"learning_rate": 6e-5},
+    "QaRL GRPO, rate 1.2e-4": ARMS["QaRL GRPO"] | {"learning_rate": 1.2e-4},
+}
+ARMS |= RATED
 RANK = 16  # of the adapters, on all quantized layers; lora_alpha is twice that
 # Chosen on bf16 GRPO alone, before any other arm ran (results/real/README.md).
 G64: dict[str, Any] = {
@@ -89,6 +97,8 @@ REGIMES: dict[str, dict[str, Any]] = {
     # from the first is distilled afterwards, as it is put through GPTQ.
     "undistilled": G64 | {"distill_again": True},
     "distilled": G64,
+    # Which rate of `RATED` an arm takes: by its rewards, hence on training problems, and nothing is scored.
+    "rate_choice": G64 | {"batches": 10, "is_scored": False},
 }
 # Chosen by real_distill.py on training problems.
 DISTILL_ON = "answers"
@@ -282,7 +292,9 @@ def run_cell(
                 facts = {"log": log, "machine": common.machine(), "start_sha256": of_start}
                 set_aside(folder, facts, waiting)
 
-        models = make_models(folder, start, regime, arm, scored)
+        models = []
+        if settings.get("is_scored", True):
+            models = make_models(folder, start, regime, arm, scored)
         for model in models:
             scores[model.name] = score(model, settings, start, seed)
         for model in models:
