@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import real_arms
-from real_arms import ARMS, BEFORE, REGIMES
+from real_arms import ARMS, BEFORE, RATED, REGIMES
 
 
 Cell = dict[str, Any]
@@ -251,7 +251,8 @@ def cells_table(regime: str) -> str:
     missing = []
     for arm in (BEFORE, *ARMS):
         cells = cells_of(regime, arm)
-        if not cells:
+        # Of the rates an arm takes one.
+        if not cells and arm not in RATED:
             missing.append(arm)
         rows += [row_of(cell, models) for cell in cells]
 
@@ -306,7 +307,7 @@ def differences_table(regime: str) -> str:
     """What each change in `PAIRS` moves, in points: seed by seed, and the mean of three and more."""
     header = ["what changes", "from", "to", "seeds", "low bits, by seed", "mean", "bfloat16, by seed", "mean"]
     rows = []
-    for what, *names in PAIRS:
+    for what, *names in (*PAIRS, *rated_pairs()):
         pairs = pairs_of(regime, names)
         if pairs:
             seeds = ", ".join(map(str, pairs))
@@ -314,6 +315,42 @@ def differences_table(regime: str) -> str:
     if not rows:
         return "No two arms were run that can be compared."
     return markdown(header, rows)
+
+
+def rated_pairs() -> list[tuple[str, str, str]]:
+    """More of `PAIRS`: the arms at the rates that they chose, against their own usual rate and against each other."""
+    rollout_only = chosen_rate("rollout-only GRPO")
+    qarl = chosen_rate("QaRL GRPO")
+    if rollout_only is None or qarl is None:
+        return []
+    return [
+        ("the learner's weights, each at its rate", rollout_only, qarl),
+        ("the learner's weights, each at its rate, both by GPTQ", f"{rollout_only}, GPTQ", f"{qarl}, GPTQ"),
+        ("GPTQ after rollout-only, not QaRL, each at its rate", qarl, f"{rollout_only}, GPTQ"),
+        ("the rate", "rollout-only GRPO", rollout_only),
+        ("the rate, both by GPTQ", "rollout-only GRPO, GPTQ", f"{rollout_only}, GPTQ"),
+        ("the rate", "QaRL GRPO", qarl),
+        ("the rate, both by GPTQ", "QaRL GRPO, GPTQ", f"{qarl}, GPTQ"),
+    ]
+
+
+def chosen_rate(arm: str) -> str | None:
+    """The arm of `RATED` with the highest reward in the second half of its run of `rate_choice`; `None` before it."""
+    rewards = {}
+    for rated in RATED:
+        if rated.startswith(f"{arm}, "):
+            for cell in cells_of("rate_choice", rated):
+                rewards[rated] = halves_of_reward(cell)[1]
+    if not rewards:
+        return None
+    return max(rewards, key=rewards.__getitem__)
+
+
+def halves_of_reward(cell: Cell) -> tuple[float, float]:
+    """Mean reward of both halves of a run."""
+    rewards = cell["log"]["reward"]
+    half = len(rewards) // 2
+    return statistics.fmean(rewards[:half]), statistics.fmean(rewards[half:])
 
 
 def pairs_of(regime: str, names: list[str]) -> dict[int, tuple[Cell, Cell]]:
@@ -481,6 +518,15 @@ def distill_table() -> str:
     return markdown(["start", "KL at first", "KL at last", "4 samples, %", "greedy, %"], rows)
 
 
+def rates_table() -> str:
+    """What an arm chose its rate by: rewards on training problems, in both halves of the runs of `rate_choice`."""
+    rows = []
+    for arm in RATED:
+        for cell in cells_of("rate_choice", arm):
+            rows.append([arm, *(f"{reward:.3f}" for reward in halves_of_reward(cell))])
+    return markdown(["arm", "reward, batches 1 to 5", "batches 6 to 10"], rows)
+
+
 def recovered_table() -> str:
     """One start, rounded, by GPTQ and by each distillation of it, on the held-out problems."""
     (undistilled,) = cells_of("undistilled", BEFORE)
@@ -587,6 +633,7 @@ def tables() -> dict[str, str]:
         "real: noise": noise_table(),
         "real: mismatch": mismatch_table(),
         "real: distill": distill_table(),
+        "real: rates": rates_table(),
     }
     if cells_of("undistilled", BEFORE) and cells_of("distilled", BEFORE):
         by_name["real: recovered"] = recovered_table()
@@ -594,7 +641,8 @@ def tables() -> dict[str, str]:
         by_name["real: ways"] = ways_table()
 
     for regime in REGIMES:
-        if (real_arms.FOLDER / regime).exists():
+        is_scored_at_all = REGIMES[regime].get("is_scored", True)
+        if is_scored_at_all and (real_arms.FOLDER / regime).exists():
             by_name[f"real: {regime}"] = cells_table(regime)
             if any(cells_of(regime, arm) for arm in ARMS):
                 by_name[f"real differences: {regime}"] = differences_table(regime)

@@ -213,6 +213,35 @@ def test_a_pair_needs_both_models_of_equal_loss_and_seed(tmp_path, monkeypatch):
     assert len(real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))) == 2
 
 
+def write_choice(arm: str, rewards: list[float]) -> None:
+    """The file of a run that an arm chooses its rate by."""
+    path = real_arms.file_of("rate_choice", arm, 4)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"log": {"reward": rewards}}))
+
+
+def test_an_arm_takes_the_rate_with_the_higher_reward_in_the_second_half(tmp_path, monkeypatch):
+    monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
+    assert real_table.rated_pairs() == []
+
+    for arm in ("rollout-only GRPO", "QaRL GRPO"):
+        write_choice(f"{arm}, rate 6e-5", [0.9, 0.9, 0.2, 0.3])
+        write_choice(f"{arm}, rate 1.2e-4", [0.1, 0.1, 0.3, 0.3])
+    assert real_table.chosen_rate("QaRL GRPO") == "QaRL GRPO, rate 1.2e-4"
+    assert "| QaRL GRPO, rate 1.2e-4 | 0.100 | 0.300 |" in real_table.rates_table().splitlines()
+
+    # Control: the choice goes by the rewards.
+    write_choice("QaRL GRPO, rate 1.2e-4", [0.9, 0.9, 0.2, 0.2])
+    assert real_table.chosen_rate("QaRL GRPO") == "QaRL GRPO, rate 6e-5"
+
+    for arm, right in (("rollout-only GRPO, rate 1.2e-4", 1), ("QaRL GRPO, rate 6e-5", 2), ("QaRL GRPO", 1)):
+        write_cell(arm, 2, right_of_four=right)
+    rows = real_table.differences_table("g64")
+    arms = "rollout-only GRPO, rate 1.2e-4 | QaRL GRPO, rate 6e-5"
+    assert f"| the learner's weights, each at its rate | {arms} | 2 | +25.0 ± 0.0 | - |" in rows
+    assert "| the rate | QaRL GRPO | QaRL GRPO, rate 6e-5 | 2 | +25.0 ± 0.0 | - |" in rows
+
+
 def test_what_is_done_instead_of_qarl_from_the_distilled_start(tmp_path, monkeypatch):
     monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
     for regime, start in (("undistilled", "a"), ("distilled", "b")):
@@ -236,7 +265,9 @@ def test_what_is_done_instead_of_qarl_from_the_distilled_start(tmp_path, monkeyp
 
 
 def test_the_table_says_which_arms_did_not_run():
-    without_cells = [arm for arm in real_arms.ARMS if not real_table.cells_of("g64", arm)]
+    # Of the other rates an arm takes one.
+    arms = real_arms.ARMS.keys() - real_arms.RATED.keys()
+    without_cells = [arm for arm in arms if not real_table.cells_of("g64", arm)]
 
     assert ("Not run: " in real_table.cells_table("g64")) == bool(without_cells)
     # Control: of that regime not all arms were run.
