@@ -68,6 +68,12 @@ SECTIONS: dict[str, list[Row]] = {
             WORKS,
             "test_it_trains_on_low_bit_weights_and_saves_what_the_forward_used",
         ),
+        Row(
+            "IW-OPD, by a class of your own",
+            WORKS,
+            "test_a_loader_that_wraps_another_resumes_at_the_end_of_an_epoch_alone",
+            "it resumes at the end of an epoch alone; with an engine it ran once by hand",
+        ),
         Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
         Row("`torch_compile` in SFT", REFUSED, "test_settings_that_cannot_run_are_refused", "TorchDynamo fails there"),
         Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import RepeatSampler
@@ -49,6 +50,7 @@ class DataOrderMixin:
         if self.state.global_step >= self.state.max_steps:
             return
 
+        self._check_place_is_found(epoch, **kwargs)
         self._take_rng_of_epoch(epoch, **kwargs)
         sampler = self._sampler
         if isinstance(sampler, RepeatSampler) and sampler.shuffle:
@@ -58,6 +60,28 @@ class DataOrderMixin:
             for _ in range(epoch):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         super()._run_epoch(epoch=epoch, **kwargs)
+
+    def _check_place_is_found(
+        self,
+        epoch: int,
+        *,
+        train_dataloader: Any,
+        resume_from_checkpoint: str | None,
+        epochs_trained: int,
+        steps_trained_in_current_epoch: int,
+        **_: Any,
+    ) -> None:
+        """
+        Refuse to go on within an epoch of a loader that wraps another: `accelerate.skip_first_batches` (1.15) takes
+        the one in it, and so leaves out other rows. The loader of TRL's IW-OPD, which repeats each batch, is one.
+        """
+        is_within = resume_from_checkpoint is not None and epoch == epochs_trained and steps_trained_in_current_epoch
+        if is_within and not self.args.ignore_data_skip and not isinstance(train_dataloader, DataLoader):
+            raise ValueError(
+                f"{resume_from_checkpoint} ends within an epoch, so the training data must come from a torch "
+                f"DataLoader, whose first batches accelerate leaves out, got {type(train_dataloader).__name__}. "
+                "Resume from a checkpoint at the end of an epoch."
+            )
 
     def _take_rng_of_epoch(
         self,

@@ -28,6 +28,7 @@ from trl import (
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.iw_opd import IWOPDConfig, IWOPDTrainer
 
 from qarl_trl import (
     LowBitConfig,
@@ -68,6 +69,15 @@ class LowBitGMPOConfig(LowBitConfig, GMPOConfig):
 
 
 class LowBitGMPOTrainer(LowBitMixin, GMPOTrainer):
+    pass
+
+
+@dataclass
+class LowBitIWOPDConfig(LowBitConfig, IWOPDConfig):
+    pass
+
+
+class LowBitIWOPDTrainer(LowBitMixin, IWOPDTrainer):
     pass
 
 
@@ -202,6 +212,47 @@ def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, name):
     # Neither saving nor resuming leaves a trace.
     assert same_weights(straight, first)
     assert same_weights(resumed, first)
+
+
+def test_a_loader_that_wraps_another_resumes_at_the_end_of_an_epoch_alone(model, tmp_path):
+    """As TRL's IW-OPD has it. accelerate would skip rows of the loader in it, and stop after two of four updates."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+    def make_opd(folder, number_of_rows):
+        rows = []
+        for number in range(10, 10 + number_of_rows):
+            question = {"role": "user", "content": f"{number}+1="}
+            rows.append({"messages": [question, {"role": "assistant", "content": f"{number + 1}#"}]})
+        args = LowBitIWOPDConfig(
+            **settings(
+                folder,
+                max_steps=4,
+                save_strategy="steps",
+                save_steps=2,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                max_completion_length=8,
+                max_length=24,
+            )
+        )
+        teacher = str(Path(model).with_name("teacher"))
+        data = Dataset.from_list(rows)
+        return LowBitIWOPDTrainer(model, teacher, args, train_dataset=data, processing_class=tokenizer)
+
+    # Two updates are an epoch.
+    whole = make_opd(tmp_path / "whole", 8)
+    whole.train()
+    resumed = make_opd(tmp_path / "whole", 8)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    assert same_weights(resumed, whole)
+
+    # Half of one.
+    make_opd(tmp_path / "half", 16).train()
+    resumed = make_opd(tmp_path / "half", 16)
+    with pytest.raises(ValueError, match="ends within an epoch, .* got _RepeatBatchDataLoader"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-2"))
 
 
 class PassesOn(DPOTrainer):
