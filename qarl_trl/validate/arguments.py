@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
 # Trackers that transformers has, and does not list among the installed ones.
 NOT_LISTED = ("azure_ml", "comet_ml", "flyte")
+# Configs of TRL whose `beta` weighs a loss that has no reference model.
+WITHOUT_REFERENCE = ("CPOConfig", "ORPOConfig", "TPOConfig")
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 
@@ -240,6 +242,8 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
     """Warn of a KL penalty that is above 0 from the start, because only the policy is in low bits."""
     # A distillation has a field of the same name, which chooses its divergence.
     if hasattr(args, "teacher_model_name_or_path"):
+        return
+    if any(config.__name__ in WITHOUT_REFERENCE for config in type(args).__mro__):
         return
 
     beta = getattr(args, "beta", 0.0)

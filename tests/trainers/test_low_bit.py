@@ -21,6 +21,8 @@ from trl import (
     DistillationTrainer,
     DPOConfig,
     DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
     RLOOConfig,
     RLOOTrainer,
     SFTConfig,
@@ -55,6 +57,15 @@ class LowBitDPOTrainer(LowBitMixin, DPOTrainer):
 
 
 @dataclass
+class LowBitKTOConfig(LowBitConfig, KTOConfig):
+    pass
+
+
+class LowBitKTOTrainer(LowBitMixin, KTOTrainer):
+    pass
+
+
+@dataclass
 class LowBitCPOConfig(LowBitConfig, CPOConfig):
     pass
 
@@ -84,6 +95,7 @@ class LowBitIWOPDTrainer(LowBitMixin, IWOPDTrainer):
 # Name of the trainer: stock class and config, ours.
 TRAINERS = {
     "sft": (SFTTrainer, SFTConfig, LowBitSFTTrainer, LowBitSFTConfig),
+    "kto": (KTOTrainer, KTOConfig, LowBitKTOTrainer, LowBitKTOConfig),
     "dpo": (DPOTrainer, DPOConfig, LowBitDPOTrainer, LowBitDPOConfig),
     "rloo": (RLOOTrainer, RLOOConfig, LowBitRLOOTrainer, LowBitRLOOConfig),
     "distillation": (
@@ -115,6 +127,8 @@ def data_of(name, model):
     for number in range(40, 72):
         if name == "sft":
             rows.append({"text": f"{number}+{number}={2 * number}#"})
+        elif name == "kto":
+            rows.append({"prompt": f"{number}+1=", "completion": f"{number + 1}#", "label": number % 2 == 0})
         else:
             rows.append({"prompt": f"{number}+1=", "chosen": f"{number + 1}#", "rejected": f"{number}#"})
     return {"train_dataset": Dataset.from_list(rows)}

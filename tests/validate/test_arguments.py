@@ -7,6 +7,7 @@ from configs import config
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import DPOConfig
+from trl.experimental.cpo import CPOConfig
 
 from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, QaRLConfig, QaRLTrainer
 from qarl_trl.export import save_low_bit
@@ -33,6 +34,11 @@ def test_what_would_take_the_master_weights_away_is_refused_before_a_model_loads
     # Control: without quantization it is TRL's own business.
     without_quantization = config(tmp_path, quant_scheme="none", **changes)
     check_arguments("no/such-model", without_quantization, kwargs)
+
+
+@dataclass
+class LowBitCPOConfig(LowBitConfig, CPOConfig):
+    pass
 
 
 @dataclass
@@ -317,4 +323,8 @@ def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path,
     of_distillation = LowBitDistillationConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
     assert of_distillation.beta == 1.0
     check_arguments("org/model", of_distillation, {})
+    assert "reference model" not in caplog.text
+
+    # In CPO it weighs the only model.
+    check_arguments("org/model", LowBitCPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none"), {})
     assert "reference model" not in caplog.text
