@@ -45,7 +45,7 @@ from .engine import build_engine
 from .forwards import ForwardGuard, ForwardsMixin, Trust, callback_of_user
 from .loading import anchor_model, load_whole, warn_of_rounded_weights
 from .policy import quantize_policy
-from .sampling import check_end_tokens
+from .sampling import check_end_tokens, say_inherited
 from .setting_checks import check_order
 from .settings import LowBitConfig
 from .shards import ShardsMixin
@@ -132,6 +132,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
                 )
         else:
             check_end_tokens(self)
+            say_inherited(self)
             # With an engine `_build_engine` has done it.
             quantize_policy(self.model, args, self._plan)
             # TRL's DPO and KTO made this digest before the layers were quantized. Where they have no reference model,

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.logging import get_logger
+
+
+logger = get_logger(__name__)
+
+# Fields of a generation config by which it draws no other token.
+_NOT_SAMPLING = ("_from_model_config", "transformers_version", "max_length", "max_new_tokens", "cache_implementation")
+
 
 def check_noise(args: Any) -> None:
     """
@@ -65,6 +73,32 @@ def check_end_tokens(trainer: Any) -> None:
         raise ValueError(
             f"generation_kwargs has the eos_token_id {unknown}, and the tokenizer and the model have {known}: TRL "
             "would train on the padding after it. Add it to eos_token_id in the model's generation_config.json."
+        )
+
+
+def say_inherited(trainer: Any) -> None:
+    """
+    Warn of fields in the model's `generation_config.json` that change how transformers samples: it takes from there
+    what TRL leaves open, which are all but temperature, top_k, top_p and repetition_penalty.
+
+    Args:
+        trainer: A trainer of TRL. Those that sample with vLLM or not at all have no `generation_config`.
+    """
+    of_run = getattr(trainer, "generation_config", None)
+    of_model = getattr(trainer.model, "generation_config", None)
+    if of_run is None or of_model is None:
+        return
+
+    inherited = {}
+    for name, value in of_model.to_diff_dict().items():
+        is_token = name.endswith("_token_id")
+        if not is_token and name not in _NOT_SAMPLING and getattr(of_run, name, None) is None:
+            inherited[name] = value
+    if inherited:
+        logger.warning(
+            "The model's generation_config.json has %s, by which transformers samples the answers: the loss knows "
+            "nothing of it. With an engine it does not count. Remove it there, or name it in generation_kwargs.",
+            inherited,
         )
 
 

@@ -39,6 +39,8 @@ OWNED_ENGINE_ARGUMENTS = (
     "distributed_executor_backend",
     "trust_remote_code",
 )
+# Stores of keys and values outside of the engine: `reset_prefix_cache`, which a sync calls, leaves them as they are.
+OUTER_CACHES = ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend")
 # What else compiles the model.
 SET_BY = "torch_compile_backend, torch_compile_mode and the launcher's --dynamo_backend set it, too"
 # Fields of TRL's configs that name a token of the tokenizer.
@@ -141,6 +143,12 @@ def check_engine(args: Any) -> None:
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
+    outer = [name for name in OUTER_CACHES if (args.vllm_engine_kwargs or {}).get(name) is not None]
+    if outer:
+        raise ValueError(
+            f"vllm_engine_kwargs sets {outer}: keys and values would outlive the weights that made them, since a sync "
+            "empties the engine's own cache alone. Remove them."
+        )
 
 
 def checked_verify(value: Any) -> str:

@@ -34,6 +34,13 @@ NOT_LISTED = ("azure_ml", "comet_ml", "flyte")
 WITHOUT_REFERENCE = ("CPOConfig", "ORPOConfig", "TPOConfig")
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
+# Arguments of sampling that are known by their names, and why they cannot be the user's: of a request to a server, and
+# of transformers.
+REFUSED_OF_SERVER = {"truncate_prompt_tokens": "the engine would answer a part of the prompt that the learner scores"}
+REFUSED_OF_TRANSFORMERS = {
+    "num_return_sequences": "TRL expects one answer to each copy of a prompt, and num_generations says how many",
+    "stop_strings": "TRL does not give transformers the tokenizer that it needs for them; an engine takes `stop`",
+}
 
 
 def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
@@ -46,7 +53,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         trainer_arguments: All arguments of the trainer by name.
 
     Raises:
-        TypeError: if `args` is no config with `LowBitConfig`.
+        TypeError: if `args` is no config with `LowBitConfig`, or `model` neither text nor a model.
         ImportError: if bitsandbytes is missing, or peft has an untested version.
         ValueError: for settings that do not work together, with this device, or with these processes, and for a model
             that nothing would train.
@@ -55,6 +62,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         raise TypeError(
             f"args must be a config with LowBitConfig (for QaRLTrainer a QaRLConfig), got {type(args).__name__}."
         )
+    if not isinstance(model, str | nn.Module):
+        raise TypeError(f"model must be a name, a folder as text or a loaded model, got {type(model).__name__}.")
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
     _check_checkpointing(args)
@@ -199,7 +208,7 @@ def _check_numbers(args: RunSettings) -> None:
 def _check_sampling_arguments(args: RunSettings) -> None:
     """
     Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers and vLLM's server take them in
-    silence.
+    silence. And those that TRL's sampling cannot have.
     """
     of_run = getattr(args, "generation_kwargs", None) or {}
     if not of_run:
@@ -211,28 +220,40 @@ def _check_sampling_arguments(args: RunSettings) -> None:
         # Its fields are not those of `SamplingParams`: `extra_args`, for example, has another name.
         reader = "a request to vLLM's server"
         known = set(CompletionRequest.model_fields)
+        refused = REFUSED_OF_SERVER
     elif args.has_engine:
         from vllm import SamplingParams  # late: it takes seconds
 
         reader = "vLLM's SamplingParams"
         known = set(inspect.signature(SamplingParams).parameters)
+        refused = {}
     else:
         reader = "transformers' GenerationConfig"
         known = set(vars(GenerationConfig()))
+        refused = REFUSED_OF_TRANSFORMERS
 
     unknown = sorted(set(of_run) - known)
     if unknown:
         raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
+    for name, reason in refused.items():
+        # 1 answer is what TRL asks for, too.
+        if of_run.get(name) not in (None, 1):
+            raise ValueError(f"generation_kwargs sets {name}={of_run[name]!r}: {reason}. Leave it out.")
 
 
 def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
-    """Refuse (`ValueError`) arguments by which transformers would quantize the model while it loads."""
+    """
+    Refuse (`ValueError`) arguments by which transformers would quantize the model while it loads, and a dtype of the
+    weights by a name that TRL does not know.
+    """
     loading = dict(args.model_init_kwargs or {})
     # TRL loads the model with this argument of the trainer too.
     quantization_config = trainer_arguments.get("quantization_config")
     if quantization_config is not None:
         loading["quantization_config"] = quantization_config
 
+    if "torch_dtype" in loading:
+        raise ValueError("model_init_kwargs sets torch_dtype, which TRL does not read: write dtype.")
     for name in FOREIGN_QUANTIZATION:
         if loading.get(name):
             raise ValueError(f"{name} leaves no master weights. Remove it, or set quant_scheme='none'.")

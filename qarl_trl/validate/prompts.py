@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 def check_prompts(name: str, config: PretrainedConfig, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """
-    Refuse prompts that the chat template cannot render, or that fill the context of the engine.
+    Refuse prompts that the chat template cannot render, that are empty, or that fill the context of the engine.
 
     Not checked: streamed data sets, prompts with images, and prompts that environments or a `rollout_func` complete.
 
@@ -123,6 +123,11 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
     for first in range(0, len(data), ROWS):
         prompts = data[first : first + ROWS]["prompt"]
         lengths = _lengths(title, first, prompts, tokenizer, args, tools)
+        if 0 in lengths:
+            raise ValueError(
+                f"{title}[{first + lengths.index(0)}]: the prompt has no tokens, and nothing can follow it. Leave "
+                "such rows out."
+            )
         if budget is not None:
             longest = [length + (args.max_completion_length or 0) for length in lengths]
             beyond_pass += sum(min(tokens, context or tokens) > budget for tokens in longest)

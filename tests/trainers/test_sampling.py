@@ -53,3 +53,21 @@ def test_an_end_token_of_the_models_generation_config_is_known(model, tmp_path):
     trainer = QaRLTrainer(str(folder), distinct_characters, config, train_dataset=prompts())
 
     assert trainer.eos_token_ids == [1, 5]
+
+
+def test_what_transformers_takes_from_the_models_generation_config_is_said(model, tmp_path, caplog):
+    """TRL leaves it open, and the loss knows nothing of it."""
+
+    def warning(fields, **generation_kwargs):
+        caplog.clear()
+        folder = Path(shutil.copytree(model, tmp_path / "model", dirs_exist_ok=True))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "do_sample": True} | fields))
+        changes = {"use_vllm": False, "bf16": False, "generation_kwargs": generation_kwargs}
+        config = QaRLConfig(**qarl_settings(tmp_path / "run", **changes))
+        QaRLTrainer(str(folder), distinct_characters, config, train_dataset=prompts())
+        return [record.message for record in caplog.records if "by which transformers samples" in record.message]
+
+    assert "{'min_p': 0.5}" in warning({"min_p": 0.5})[0]
+    # Controls: what TRL sets itself, and what the user does.
+    assert not warning({"temperature": 0.6, "top_k": 20, "top_p": 0.9})
+    assert not warning({"min_p": 0.5}, min_p=0.1)

@@ -48,6 +48,7 @@ def test_half_a_config_is_refused():
         (VLLM | {"vllm_engine_kwargs": {"quantization": "awq"}}, "vllm_engine_kwargs"),
         (VLLM | {"vllm_engine_kwargs": {"model_impl": "transformers"}}, "vllm_engine_kwargs sets .'model_impl'."),
         (VLLM | {"vllm_engine_kwargs": {"hf_token": "hf_x"}}, "vllm_engine_kwargs sets .'hf_token'., which would be"),
+        (VLLM | {"vllm_engine_kwargs": {"kv_offloading_size": 8.0}}, "kv_offloading_size'.: keys and values would"),
         ({"model_init_kwargs": {"token": "hf_x"}}, "model_init_kwargs sets .'token'., which would be"),
         (VLLM | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "vllm_engine_kwargs sets .'kv_cache_dtype'."),
         (VLLM | {"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' must be one of 'auto', 'fp8'"),

@@ -21,6 +21,7 @@ from qarl_trl.validate import arguments, check_arguments
     [
         ({}, {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}, "quantization_config leaves"),
         ({"model_init_kwargs": {"load_in_4bit": True}}, {}, "load_in_4bit leaves"),
+        ({"model_init_kwargs": {"torch_dtype": "bfloat16"}}, {}, "sets torch_dtype, .*: write dtype"),
         ({}, {"peft_config": object()}, "only LoRA adapters"),
     ],
 )
@@ -101,6 +102,11 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     check_arguments("org/model", config(tmp_path, optim_args="momentum=0.9, nesterov=True"), {})
 
 
+def test_a_path_in_place_of_the_name_of_a_model_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="model must be a name, a folder as text or a loaded model, got PosixPath"):
+        check_arguments(tmp_path / "model", config(tmp_path), {})
+
+
 def test_a_compiled_model_is_refused(dense_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(dense_model)
     check_arguments(model, config(tmp_path), {})  # control
@@ -121,10 +127,31 @@ WITH_SERVER = {
 
 
 @pytest.mark.parametrize(
+    ("engine", "name", "value"),
+    [
+        # The server would cut the prompt that the learner scores.
+        (WITH_SERVER, "truncate_prompt_tokens", 8),
+        ({"use_vllm": False}, "num_return_sequences", 2),
+        ({"use_vllm": False}, "stop_strings", ["\n"]),
+    ],
+)
+def test_arguments_of_sampling_that_trl_cannot_have_are_refused(tmp_path, engine, name, value):
+    settings = {"quant_scheme": "FP8_DYNAMIC"} | engine
+
+    with pytest.raises(ValueError, match=f"generation_kwargs sets {name}="):
+        check_arguments("org/model", config(tmp_path, **settings, generation_kwargs={name: value}), {})
+
+    # Controls: none of them, and one answer to each prompt.
+    check_arguments("org/model", config(tmp_path, **settings), {})
+    if name == "num_return_sequences":
+        check_arguments("org/model", config(tmp_path, **settings, generation_kwargs={name: 1}), {})
+
+
+@pytest.mark.parametrize(
     ("changes", "reader", "good"),
     [
-        ({"use_vllm": False}, "GenerationConfig", "stop_strings"),
-        # The reader is vLLM's with an engine, and transformers' without one. The two name stop strings differently.
+        ({"use_vllm": False}, "GenerationConfig", "bad_words_ids"),
+        # The reader is vLLM's with an engine, and transformers' without one. The two name their arguments differently.
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "SamplingParams", "stop"),
         (WITH_SERVER, "server", "stop"),
         (WITH_SERVER, "server", "bad_words"),

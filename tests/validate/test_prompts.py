@@ -56,6 +56,17 @@ def test_a_prompt_that_fills_the_context_is_refused_with_its_row_and_length(mode
     check(model, tmp_path, texts(*prompts), use_vllm=False)
 
 
+@pytest.mark.parametrize("row", [0, 1200])
+@pytest.mark.parametrize("use_vllm", [True, False])
+def test_a_prompt_without_tokens_is_refused_with_its_row(model, tmp_path, row, use_vllm):
+    prompts = ["1+1="] * 1500
+    check(model, tmp_path, texts(*prompts), use_vllm=use_vllm)  # control
+
+    prompts[row] = ""
+    with pytest.raises(ValueError, match=rf"train_dataset\[{row}\]: the prompt has no tokens"):
+        check(model, tmp_path, texts(*prompts), use_vllm=use_vllm)
+
+
 def test_without_a_length_of_its_own_the_engine_has_that_of_the_model(model, tmp_path):
     with pytest.raises(ValueError, match=r"train_dataset\[1\]: the prompt has 1024 tokens, .*context is 1024"):
         check(model, tmp_path, texts("1", "1" * 1024), vllm_max_model_length=None)
