@@ -28,6 +28,14 @@ MERGED_BY_ENGINES = (
     ("gate_proj", "up_proj"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("w1", "w3"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("c_fc_0", "c_fc_1"),
+    # Linear attention of Qwen3.5 and OLMo-Hybrid. After the shorter group of the same names, which it replaces.
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("q_proj", "k_proj", "v_proj", "g_proj"),
+    ("q_proj", "k_proj", "v_proj", "b_proj"),
 )
 
 

@@ -80,6 +80,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         return
 
     _check_loading(args, trainer_arguments)
+    _check_steps_between(args)
     _check_not_compiled(model)
     check_placement(args)
     peft_config = trainer_arguments.get("peft_config")
@@ -161,6 +162,15 @@ def _check_optimizer(args: RunSettings) -> None:
     # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
     if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
         raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
+
+
+def _check_steps_between(args: RunSettings) -> None:
+    """Refuse (`ValueError`) optimizers that change weights within a backward, of which nothing tells the low bits."""
+    if args.optim.value in ("lomo", "adalomo") and args.gradient_accumulation_steps > 1:
+        raise ValueError(
+            f"optim={args.optim.value!r} steps within each backward, so gradient_accumulation_steps must be 1, got "
+            f"{args.gradient_accumulation_steps}: later micro-batches would train on the low bits of earlier weights."
+        )
 
 
 def _check_checkpointing(args: RunSettings) -> None:

@@ -322,6 +322,30 @@ def check_dropout(model: str | nn.Module, config: PretrainedConfig, args: RunSet
             raise ValueError(f"{path} of the model drops {layer.p:g}, and the engine drops nothing. Set {advice}.")
 
 
+def check_routers(config: PretrainedConfig) -> None:
+    """
+    Refuse routers that draw in training: the engine sends a token to other experts, or weighs them otherwise.
+
+    Args:
+        config: The model's config.
+
+    Raises:
+        ValueError: for PhiMoE, and if a jitter of the config is not 0.
+    """
+    of_text = config.get_text_config()
+    # Phi-3.5-MoE: `sparsemixer` of transformers, which draws with every setting.
+    if of_text.model_type == "phimoe":
+        raise ValueError(
+            "PhiMoE is not supported: its router draws the experts of a token in training, and the engine's does not."
+        )
+    for name, value in of_text.to_dict().items():
+        if "jitter" in name and value:
+            raise ValueError(
+                f"{name} must be 0, got {value} in the model's config: the engine's router has no noise. Set it to 0 "
+                f"there, or model_init_kwargs: {{{name}: 0.0}}."
+            )
+
+
 def _drops(name: str, value: Any) -> bool:
     """Whether a field of a config or an attribute of a layer is a share that is dropped in training."""
     return "drop" in name and isinstance(value, int | float) and not isinstance(value, bool) and value > 0

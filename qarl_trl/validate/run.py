@@ -15,7 +15,14 @@ from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
 from .kv_cache import check_kv_cache
-from .layers import check_attention, check_dropout, check_layers, check_packing, check_tied_by_config
+from .layers import (
+    check_attention,
+    check_dropout,
+    check_layers,
+    check_packing,
+    check_routers,
+    check_tied_by_config,
+)
 from .memory import check_host_memory
 from .model import check_saved_generation_config, config_of, skeleton
 from .prompts import check_prompts
@@ -71,6 +78,7 @@ def check_run(
         check_attention(model, config, args)
         if args.has_engine:
             check_dropout(model, config, args)
+            check_routers(config)
         check_packing(config, args)
     check_kv_cache(model, config, args)
     if _needs_layer_check(config, args):

