@@ -31,7 +31,8 @@ MERGED_BY_ENGINES = (
     ("wq", "wk", "wv"),
     ("query", "key", "value"),
     ("c_fc_0", "c_fc_1"),
-    # Linear attention of Qwen3.5 and OLMo-Hybrid. After the shorter group of the same names, which it replaces.
+    # Linear attention: Qwen3.5, OLMo-Hybrid and Bailing. Groups of four come after the group in them, which they
+    # replace.
     ("in_proj_qkv", "in_proj_z"),
     ("in_proj_b", "in_proj_a"),
     ("q_proj", "k_proj", "v_proj", "g_proj"),

@@ -217,8 +217,8 @@ def _check_numbers(args: RunSettings) -> None:
 
 def _check_sampling_arguments(args: RunSettings) -> None:
     """
-    Refuse (`ValueError`) names in `generation_kwargs` that nothing reads: transformers and vLLM's server take them in
-    silence. And those that TRL's sampling cannot have.
+    Refuse (`ValueError`) names in `generation_kwargs` that nothing reads, since transformers and vLLM's server take
+    them in silence, and those that TRL's sampling cannot have.
     """
     of_run = getattr(args, "generation_kwargs", None) or {}
     if not of_run:
@@ -246,8 +246,9 @@ def _check_sampling_arguments(args: RunSettings) -> None:
     if unknown:
         raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
     for name, reason in refused.items():
-        # 1 answer is what TRL asks for, too.
-        if of_run.get(name) not in (None, 1):
+        # One answer is what TRL asks for, too.
+        is_neutral = name == "num_return_sequences" and of_run.get(name) == 1
+        if of_run.get(name) is not None and not is_neutral:
             raise ValueError(f"generation_kwargs sets {name}={of_run[name]!r}: {reason}. Leave it out.")
 
 
