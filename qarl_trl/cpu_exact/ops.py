@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import flash_attention_mask
 
 from ..quant.kv_cache import register_with_cache, round_to_cache
+from ..quant.rest import rounded
 from . import kernels
 from .arithmetic import choose_arithmetic
 
@@ -138,24 +139,7 @@ def _round_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
     return rounded(output)
 
 
-# Roundings, norms and sums -------------------------------------------------------------------------------------------
-
-
-class _Rounded(torch.autograd.Function):
-    """Round to bfloat16 values in float32; the gradient passes as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.to(torch.bfloat16).float()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Round `x` to bfloat16 values, kept in float32; the gradient passes unrounded."""
-    return _Rounded.apply(x.float())
+# Norms and sums -------------------------------------------------------------------------------------------
 
 
 class EngineRMSNorm(nn.Module):

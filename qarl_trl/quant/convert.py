@@ -18,6 +18,7 @@ from .layers.experts import QuantExperts
 from .layers.layer import LowBitLayer, quantized_modules
 from .layers.linear import QuantLinear
 from .match import check_layers, check_model, match_layers
+from .rest import leave_rest
 from .scheme import DEFAULT_IGNORE, has_global_scale, resolve_config, resolve_scheme, single_group
 from .store import LowBitStore
 
@@ -100,8 +101,8 @@ def apply_quantization(
 
 def remove_quantization(model: nn.Module) -> nn.Module:
     """
-    Give every low-bit layer of `model` its former class, and take its attention off an engine's FP8 cache. Master
-    weights do not change.
+    Give every low-bit layer of `model` its former class, and take its attention off an engine's FP8 cache and its
+    norms and embeddings off rounded weights. Master weights do not change.
 
     Args:
         model: Modified in place.
@@ -120,6 +121,7 @@ def remove_quantization(model: nn.Module) -> nn.Module:
     for _, layer in layers:
         layer.restore()
     attend_without_cache(model)
+    leave_rest(model)
     return model
 
 

@@ -8,12 +8,13 @@ from accelerate.logging import get_logger
 from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
-from .._compat.sharding import fit_to_zero3, is_zero3
+from .._compat.sharding import fit_to_zero3, is_zero3, sharding_of
 from ..cpu_exact.ops import use_engine_ops
 from ..learner.attention import attend_from_cache
 from ..quant.convert import apply_quantization
 from ..quant.kv_cache import attend_without_cache
 from ..quant.names import base_model, has_untied_head, untie
+from ..quant.rest import round_rest
 from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head
 
@@ -52,6 +53,9 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         fit_to_zero3(base_model(model))
     if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
         use_engine_ops(model)
+    elif (plan is not None or args.frozen) and args.quantize_learner and args.bf16 and sharding_of(args) == "none":
+        # Sharded weights are gathered in bfloat16.
+        round_rest(base_model(model))
     attend_without_cache(model)  # an earlier trainer's cache
     if args.aligned_cache is not None:  # after the choice of an attention
         attend_from_cache(model, args.aligned_cache)

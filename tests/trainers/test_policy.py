@@ -1,7 +1,9 @@
 """`qarl_trl.trainers.policy`: what a run makes of its model, also of one that an earlier run had."""
 
+import pytest
 import torch
 
+from qarl_trl.quant.rest import rounded
 from qarl_trl.trainers.policy import quantize_policy
 from trainers.test_settings import VLLM, LowBitGRPOConfig
 
@@ -22,3 +24,31 @@ def test_a_run_without_an_fp8_cache_forgets_that_of_an_earlier_run(tiny_model, t
 
     assert torch.equal(model(TOKENS).logits, stock)
     assert not torch.equal(rounded, stock)  # control
+
+
+@pytest.mark.parametrize(
+    ("changes", "follows"),
+    [
+        ({"bf16": True}, True),
+        # A learner in high precision, and one in float32.
+        ({"bf16": True, "quantize_learner": False}, False),
+        ({"bf16": True, "quant_scheme": "none"}, False),
+        ({"bf16": False}, False),
+    ],
+)
+def test_a_low_bit_learner_has_the_norms_and_embeddings_of_the_file(tiny_model, tmp_path, changes, follows):
+    """Without the CPU engine's operations, as on a GPU. A sync and the file have them in bfloat16."""
+    model = tiny_model()
+    args = LowBitGRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **changes)
+    master = model.model.norm.weight.detach() + 1e-3
+    with torch.no_grad():
+        model.model.norm.weight.copy_(master)
+    states = torch.randn(1, 1, model.config.hidden_size)
+    ones = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + model.model.norm.variance_epsilon)
+
+    quantize_policy(model, args, args.quant_plan())
+
+    assert torch.equal(model.model.norm(states), (rounded(master) if follows else master) * ones)
+    assert (
+        torch.equal(model.model.embed_tokens(TOKENS), model.model.embed_tokens(TOKENS).bfloat16().float()) == follows
+    )

@@ -1,0 +1,126 @@
+"""`qarl_trl.quant.rest`: norms and embeddings compute with the bfloat16 values that engine and file have."""
+
+import pytest
+import torch
+from conftest import TINY
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.convert import remove_quantization
+from qarl_trl.quant.rest import leave_rest, round_rest
+
+
+IDS = torch.tensor([[3, 4, 5, 6, 7]])
+
+
+@pytest.fixture
+def model():
+    """A small model in float32, whose weights have no bfloat16 values."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**TINY))
+
+
+def logits(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(IDS, use_cache=False).logits
+
+
+def rest_of(model):
+    """Norms and the embedding."""
+    return {name: weight for name, weight in model.named_parameters() if "norm" in name or "embed" in name}
+
+
+def put_in_bfloat16(model):
+    """As a sync sends them."""
+    with torch.no_grad():
+        for weight in rest_of(model).values():
+            weight.copy_(weight.bfloat16())
+
+
+def move(model):
+    """A change of norms that bfloat16 does not show: half of its step at 1 is 0.002."""
+    with torch.no_grad():
+        for name, weight in rest_of(model).items():
+            if "norm" in name:
+                weight += 1e-3
+
+
+def test_the_forward_is_that_of_the_weights_that_a_sync_sends(model):
+    move(model)
+    plain = logits(model)
+
+    round_rest(model)
+    used = logits(model)
+
+    leave_rest(model)
+    put_in_bfloat16(model)
+    assert torch.equal(used, logits(model))
+    # Control: the master weights give another one.
+    assert not torch.equal(used, plain)
+
+
+def test_an_update_that_bfloat16_does_not_show_changes_nothing(model):
+    round_rest(model)
+    before = logits(model)
+    move(model)
+    assert torch.equal(logits(model), before)
+
+    # Control.
+    leave_rest(model)
+    assert not torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"use_reentrant": True}])
+def test_gradients_reach_the_master_weights_and_parameters_stay(model, checkpointing):
+    put_in_bfloat16(model)
+    logits(model).logsumexp(-1).sum().backward()
+    expected = {name: weight.grad for name, weight in rest_of(model).items()}
+    parameters = dict(model.named_parameters())
+    model.zero_grad()
+
+    round_rest(model)
+    round_rest(model)
+    if checkpointing is not None:
+        model.train()
+        model.gradient_checkpointing_enable(checkpointing)
+        model.enable_input_require_grads()
+    logits(model).logsumexp(-1).sum().backward()
+
+    # Of the same values, so the gradients are the same, and nothing is left in place of a parameter.
+    for name, weight in rest_of(model).items():
+        assert torch.equal(weight.grad, expected[name]), name
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+
+
+def test_an_error_in_a_forward_leaves_the_master_weights_in_place(model):
+    round_rest(model)
+    norm = model.model.norm
+    master = norm.weight
+    with pytest.raises(TypeError):
+        norm()
+    assert norm.weight is master
+
+
+def test_the_factor_of_a_scaled_embedding_is_rounded_and_comes_back():
+    sizes = {"hidden_size": 40, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=64, num_hidden_layers=1, head_dim=16, **sizes))
+    scale = model.model.embed_tokens.embed_scale
+    before = scale.clone()
+    assert before != before.bfloat16()  # the premise: 40 ** 0.5
+
+    round_rest(model)
+    assert scale == before.bfloat16()
+    leave_rest(model)
+    assert scale == before
+
+
+def test_quantization_that_is_removed_takes_it_along(model):
+    move(model)
+    plain = logits(model)
+    round_rest(apply_quantization(model, "FP8_DYNAMIC"))
+    assert not torch.equal(logits(model), plain)
+
+    remove_quantization(model)
+    assert torch.equal(logits(model), plain)
