@@ -57,6 +57,10 @@ def check_host_memory(
     # A process that begins to load takes memory, which the others would no longer measure as free.
     args.distributed_state.wait_for_everyone()
 
+    # On one GPU TRL loads with device_map="auto", tensor by tensor onto the device.
+    if args.device.type == "cuda" and copies == 1:
+        return
+
     if needed > free:
         held = []
         if of_model:

@@ -1,7 +1,10 @@
 """`qarl_trl.validate.memory`: a model that the machine's memory does not hold."""
 
+import copy
+
 import psutil
 import pytest
+import torch
 from configs import config
 from conftest import make_tokenizer
 from slow.toys import stored_tensors
@@ -29,6 +32,18 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, 
     with pytest.raises(ValueError, match="8 processes of this machine hold the model in float32.*fsdp2.yaml"):
         QaRLTrainer(path, reward_funcs=[], args=args)
     check_run(path, args, {})  # control: a server holds no master weights
+
+    # One process on a GPU reads them onto the device.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(memory, "available_memory", lambda: one_copy - 1)
+    on_gpu = copy.copy(args)
+    monkeypatch.setattr(type(args), "device", torch.device("cuda"))
+    check_host_memory(model_config, on_gpu)
+    monkeypatch.undo()
+    monkeypatch.setattr(memory, "available_memory", lambda: one_copy - 1)
+    with pytest.raises(ValueError, match="1 processes of this machine"):
+        check_host_memory(model_config, args)  # control: on a CPU
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
 
     # Half of it is enough for bfloat16, exactly.
     monkeypatch.setattr(memory, "available_memory", lambda: 4 * one_copy)

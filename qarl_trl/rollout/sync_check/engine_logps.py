@@ -15,7 +15,9 @@ from torch import Tensor
 # What to ask vLLM for, as arguments of `SamplingParams` and as fields of a request to a server
 # (`ServerClient.prompt_logps`): log-probs of the prompt's own tokens, without alternatives. vLLM samples at least one
 # token, which nobody reads. For such a request it computes the whole prompt again, without the prefix cache.
-REQUEST: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+# With a seed, because for a request without one a GPU's model runner (vLLM 0.31) draws from numpy's generator: checks
+# come at other syncs in a resumed run, whose later answers would then be other ones.
+REQUEST: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0, "seed": 0}
 
 
 def engine_logps(llm: Any, token_ids: Sequence[int]) -> Tensor:
