@@ -139,7 +139,7 @@ def _round_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
     return rounded(output)
 
 
-# Norms and sums -------------------------------------------------------------------------------------------
+# Norms and sums ------------------------------------------------------------------------------------------------------
 
 
 class EngineRMSNorm(nn.Module):

@@ -6,17 +6,18 @@ A sync sends bfloat16, so an update that is too small for it would change the le
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers.layer import LowBitLayer
 
 
-# Where a module keeps its hooks of `round_rest`, and its weights while it runs on rounded ones.
-_HOOKS = "_qarl_rounding"
-_MASTERS = "_qarl_masters"
+# Where an embedding keeps its hook of `round_rest`.
+_HOOK = "_qarl_rounding"
 
 
 class _Rounded(torch.autograd.Function):
@@ -41,26 +42,19 @@ def round_rest(model: nn.Module) -> None:
     Make the norms and embeddings of a model compute with the bfloat16 values of their weights (paper Sec. 3.1).
 
     Names and parameters stay, and gradients are those of the unrounded weights. Linear layers are left alone: autocast
-    rounds their weights. A second call changes nothing.
+    rounds their weights. So are parameters of more than one dimension outside of embeddings: a rounded copy of experts
+    would be large. A second call changes nothing.
 
     Args:
         model: A model that runs under bfloat16 autocast, whose parameters are whole.
     """
     for module in model.modules():
-        if hasattr(module, _HOOKS) or isinstance(module, nn.Linear | LowBitLayer):
+        if isinstance(module, nn.Linear | LowBitLayer | _RoundedVectors) or hasattr(module, _HOOK):
             continue
         if isinstance(module, nn.Embedding):
-            # Of its rows a few: a rounded copy of the whole table would be large.
-            hooks = (module.register_forward_hook(_round_output), _RoundedScale(module))
+            setattr(module, _HOOK, module.register_forward_hook(_round_rows))
         elif _vectors(module):
-            hooks = (
-                module.register_forward_pre_hook(_put_rounded),
-                # After an error too, as the one by which torch ends a recomputation early.
-                module.register_forward_hook(_put_back, always_call=True),
-            )
-        else:
-            continue
-        setattr(module, _HOOKS, hooks)
+            module.__class__ = _form_of(module.__class__)
 
 
 def leave_rest(model: nn.Module) -> None:
@@ -71,54 +65,56 @@ def leave_rest(model: nn.Module) -> None:
         model: Modified in place.
     """
     for module in model.modules():
-        for hook in vars(module).pop(_HOOKS, ()):
+        hook = vars(module).pop(_HOOK, None)
+        if hook is not None:
             hook.remove()
+        if isinstance(module, _RoundedVectors):
+            _, stock, *_ = type(module).__mro__[1:]
+            module.__class__ = stock
 
 
-def _vectors(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of a module itself that are no matrices, in float32."""
-    # Autocast rounds the matrices of a product.
+class _RoundedVectors(nn.Module):
+    """A module whose own vectors, in float32, are rounded while it runs."""
+
+    # Not `forward`, in whose place accelerate may put another in an instance.
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        masters = _vectors(self)
+        for name, parameter in masters.items():
+            # Not by `setattr`, which takes nothing but a parameter.
+            self._parameters[name] = rounded(parameter)  # type: ignore[assignment]
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            # After Ctrl-C, too: a rounded tensor would not be trained.
+            self._parameters.update(masters)
+
+
+@cache
+def _form_of(stock: type[nn.Module]) -> type[nn.Module]:
+    """`stock` with rounded vectors."""
+    # One class with the same name for all modules, because libraries find layers by both.
+    return type(stock.__name__, (_RoundedVectors, stock), {"__module__": stock.__module__})
+
+
+def _vectors(module: nn.Module) -> dict[str, Any]:
+    """The weights of a module itself that are no matrices, in float32."""
     vectors = {}
     for name, parameter in module._parameters.items():
-        if parameter is not None and parameter.dim() <= 1 and parameter.dtype == torch.float32:
+        is_vector = parameter is not None and parameter.dim() <= 1
+        # Within itself a module has tensors there, which are rounded already.
+        if is_vector and parameter.dtype == torch.float32 and isinstance(parameter, nn.Parameter):
             vectors[name] = parameter
     return vectors
 
 
-def _put_rounded(module: nn.Module, args: Any) -> None:
-    """Before a forward: rounded weights in place of the master weights."""
-    masters = _vectors(module)
-    setattr(module, _MASTERS, masters)
-    for name, parameter in masters.items():
-        # Not by `setattr`, which takes nothing but a parameter.
-        module._parameters[name] = rounded(parameter)  # type: ignore[assignment]
+def _round_rows(embedding: Any, args: tuple[Any, ...], rows: Tensor) -> Tensor:
+    """The rows that an engine looks up: a hook, since a rounded copy of the whole table would be large."""
+    if rows.dtype != torch.float32:
+        return rows
+    scale = getattr(embedding, "embed_scale", None)
+    if not isinstance(scale, Tensor):
+        return rounded(rows)
 
-
-def _put_back(module: nn.Module, args: Any, output: Any) -> None:
-    """After it: the master weights."""
-    module._parameters.update(vars(module).pop(_MASTERS, {}))
-
-
-def _round_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Round the rows of an embedding."""
-    return rounded(output) if output.dtype == torch.float32 else output
-
-
-class _RoundedScale:
-    """
-    Rounds the factor of an embedding that scales its rows, as engines have it (Gemma); `remove` takes that back.
-
-    Args:
-        embedding: The module.
-    """
-
-    def __init__(self, embedding: nn.Module) -> None:
-        scale = getattr(embedding, "embed_scale", None)
-        self._scale = scale if isinstance(scale, Tensor) else None
-        if self._scale is not None:
-            self._before = self._scale.clone()
-            self._scale.copy_(self._scale.to(torch.bfloat16))
-
-    def remove(self) -> None:
-        if self._scale is not None:
-            self._scale.copy_(self._before)
+    # Gemma scales its rows. Engines round the row and the factor, and then their product.
+    plain = F.embedding(args[0], embedding.weight, embedding.padding_idx)
+    return rounded(rounded(plain) * scale.to(torch.bfloat16).float())

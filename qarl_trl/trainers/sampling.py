@@ -9,8 +9,29 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Fields of a generation config by which it draws no other token.
-_NOT_SAMPLING = ("_from_model_config", "transformers_version", "max_length", "max_new_tokens", "cache_implementation")
+# Fields of a generation config that change which tokens are drawn and that TRL leaves open, with the values that
+# change nothing.
+_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "min_p": (0,),
+    "typical_p": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "top_h": (),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({},),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "exponential_decay_length_penalty": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "watermarking_config": (),
+}
 
 
 def check_noise(args: Any) -> None:
@@ -90,9 +111,9 @@ def say_inherited(trainer: Any) -> None:
         return
 
     inherited = {}
-    for name, value in of_model.to_diff_dict().items():
-        is_token = name.endswith("_token_id")
-        if not is_token and name not in _NOT_SAMPLING and getattr(of_run, name, None) is None:
+    for name, neutral in _SAMPLING.items():
+        value = getattr(of_model, name, None)
+        if value is not None and value not in neutral and getattr(of_run, name, None) is None:
             inherited[name] = value
     if inherited:
         logger.warning(

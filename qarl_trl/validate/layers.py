@@ -29,6 +29,8 @@ from .types import RunSettings
 
 logger = get_logger(__name__)
 
+# Fields of Mixtral, MiniMax and PhiMoE, and of DBRX: noise on what a router sees or says in training.
+JITTERS = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 # transformers' names of the heads of reward models and classifiers.
 OTHER_HEADS = ("score", "classifier")
 
@@ -338,8 +340,12 @@ def check_routers(config: PretrainedConfig) -> None:
         raise ValueError(
             "PhiMoE is not supported: its router draws the experts of a token in training, and the engine's does not."
         )
-    for name, value in of_text.to_dict().items():
-        if "jitter" in name and value:
+    fields = of_text.to_dict()
+    # DBRX has its own in there.
+    fields |= fields.get("ffn_config") or {}
+    for name in JITTERS:
+        value = fields.get(name)
+        if value:
             raise ValueError(
                 f"{name} must be 0, got {value} in the model's config: the engine's router has no noise. Set it to 0 "
                 f"there, or model_init_kwargs: {{{name}: 0.0}}."

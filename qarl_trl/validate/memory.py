@@ -8,6 +8,7 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate import DistributedType
 from transformers import PretrainedConfig
 from transformers.distributed.fsdp import is_fsdp_enabled
 
@@ -57,8 +58,7 @@ def check_host_memory(
     # A process that begins to load takes memory, which the others would no longer measure as free.
     args.distributed_state.wait_for_everyone()
 
-    # On one GPU TRL loads with device_map="auto", tensor by tensor onto the device.
-    if args.device.type == "cuda" and copies == 1:
+    if _loads_onto_device(args):
         return
 
     if needed > free:
@@ -72,6 +72,12 @@ def check_host_memory(
             f"{copies} processes of this machine hold {' and '.join(held)}. "
             "With FSDP2 (recipes/accelerate/fsdp2.yaml) one of them does."
         )
+
+
+def _loads_onto_device(args: RunSettings) -> bool:
+    """Whether TRL loads the model with `device_map="auto"`: tensor by tensor onto the only GPU of the run."""
+    is_alone = args.distributed_state.distributed_type == DistributedType.NO
+    return args.device.type == "cuda" and is_alone and "device_map" not in (args.model_init_kwargs or {})
 
 
 def _bytes_of(config: PretrainedConfig | None, dtype: Any, args: RunSettings) -> int:

@@ -100,14 +100,26 @@ def test_experts_are_ignored_by_their_names_in_the_files(tiny_model, tmp_path):
 
 
 def model_with_routers():
-    """One linear layer, five routers of mixtures, and a head."""
-    # Qwen3-MoE, Qwen2-MoE and GPT-OSS have their routers under these names; in the second layer HunYuan and AFMoE.
+    """One linear layer, three routers of a mixture, and a head."""
+    # Qwen3-MoE, Qwen2-MoE and GPT-OSS have their routers under these names.
     mlp = nn.ModuleDict({name: nn.Linear(128, 128) for name in ("gate", "shared_expert_gate", "up_proj")})
     layer = nn.ModuleDict({"mlp": mlp, "router": nn.Linear(128, 128)})
-    gate = nn.ModuleDict({"wg": nn.Linear(128, 128)})
-    router = nn.ModuleDict({"gate": nn.Linear(128, 128)})
-    other = nn.ModuleDict({"mlp": nn.ModuleDict({"gate": gate}), "router": router})
-    return nn.ModuleDict({"layer": layer, "other": other, "lm_head": nn.Linear(128, 128)})
+    return nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(128, 128)})
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    # HunYuan, AFMoE, DBRX.
+    [("gate", "wg"), ("router", "gate"), ("router", "layer")],
+)
+def test_a_router_within_a_module_stays_in_high_precision(outer, inner):
+    def layer():
+        mlp = {outer: nn.ModuleDict({inner: nn.Linear(128, 128)}), "up_proj": nn.Linear(128, 128)}
+        return nn.ModuleDict({"mlp": nn.ModuleDict(mlp)})
+
+    assert names_of(apply_quantization(layer(), "W4A16")) == ["mlp.up_proj"]
+    with pytest.raises(ValueError, match=f"'mlp.{outer}.{inner}' must stay in high precision"):
+        apply_quantization(layer(), "W4A16", ignore=["lm_head"])
 
 
 def test_the_head_and_routers_stay_in_high_precision_by_default_and_routers_always():
@@ -115,10 +127,8 @@ def test_the_head_and_routers_stay_in_high_precision_by_default_and_routers_alwa
 
     # A list of one's own takes the place of the default, and engines have no low-bit routers.
     own = ["lm_head", "re:.*experts.*"]
-    of_first = ("layer.mlp.gate", "layer.mlp.shared_expert_gate", "layer.router")
-    for router in (*of_first, "other.mlp.gate.wg", "other.router.gate"):
-        # Another layer's may have the same pattern.
-        with pytest.raises(ValueError, match="must stay in high precision"):
+    for router in ("layer.mlp.gate", "layer.mlp.shared_expert_gate", "layer.router"):
+        with pytest.raises(ValueError, match=f"'{router}' must stay in high precision"):
             apply_quantization(model_with_routers(), "W4A16", ignore=[*own, *others_than(router)])
 
     # Control: with all of them it is as by default.

@@ -68,6 +68,7 @@ def test_what_transformers_takes_from_the_models_generation_config_is_said(model
         return [record.message for record in caplog.records if "by which transformers samples" in record.message]
 
     assert "{'min_p': 0.5}" in warning({"min_p": 0.5})[0]
-    # Controls: what TRL sets itself, and what the user does.
+    # Controls: what draws no other token, what TRL sets itself, and what the user does.
+    assert not warning({"use_cache": True, "typical_p": 1.0, "no_repeat_ngram_size": 0})
     assert not warning({"temperature": 0.6, "top_k": 20, "top_p": 0.9})
     assert not warning({"min_p": 0.5}, min_p=0.1)

@@ -1,10 +1,11 @@
 """`qarl_trl.validate.memory`: a model that the machine's memory does not hold."""
 
-import copy
+from contextlib import nullcontext
 
 import psutil
 import pytest
 import torch
+from accelerate import DistributedType
 from configs import config
 from conftest import make_tokenizer
 from slow.toys import stored_tensors
@@ -33,18 +34,6 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, 
         QaRLTrainer(path, reward_funcs=[], args=args)
     check_run(path, args, {})  # control: a server holds no master weights
 
-    # One process on a GPU reads them onto the device.
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(memory, "available_memory", lambda: one_copy - 1)
-    on_gpu = copy.copy(args)
-    monkeypatch.setattr(type(args), "device", torch.device("cuda"))
-    check_host_memory(model_config, on_gpu)
-    monkeypatch.undo()
-    monkeypatch.setattr(memory, "available_memory", lambda: one_copy - 1)
-    with pytest.raises(ValueError, match="1 processes of this machine"):
-        check_host_memory(model_config, args)  # control: on a CPU
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-
     # Half of it is enough for bfloat16, exactly.
     monkeypatch.setattr(memory, "available_memory", lambda: 4 * one_copy)
     check_host_memory(model_config, args_in_bfloat16)
@@ -52,6 +41,32 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, 
     # With FSDP one process reads the weights for all.
     monkeypatch.setattr(memory, "is_fsdp_enabled", lambda: True)
     check_host_memory(model_config, args)
+
+
+@pytest.mark.parametrize(
+    ("changes", "distributed_type", "needs_the_host"),
+    [
+        ({}, DistributedType.NO, False),
+        # Several processes, and a place of the user's own.
+        ({}, DistributedType.MULTI_GPU, True),
+        ({"model_init_kwargs": {"device_map": None}}, DistributedType.NO, True),
+    ],
+)
+def test_what_trl_loads_onto_the_only_gpu_needs_no_room_on_the_host(
+    tmp_path, monkeypatch, tiny_model, changes, distributed_type, needs_the_host
+):
+    path = str(tmp_path / "model")
+    tiny_model(num_hidden_layers=1).save_pretrained(path)
+    args = config(tmp_path, **changes)
+    model_config = config_of(path, args)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1)
+    with pytest.raises(ValueError, match="1 processes of this machine"):
+        check_host_memory(model_config, args)  # control: on a CPU
+
+    monkeypatch.setattr(type(args), "device", torch.device("cuda"))
+    monkeypatch.setattr(args.distributed_state, "distributed_type", distributed_type)
+    with pytest.raises(ValueError, match="1 processes") if needs_the_host else nullcontext():
+        check_host_memory(model_config, args)
 
 
 def test_a_teacher_loads_beside_the_model(tmp_path, monkeypatch, tiny_model):
