@@ -529,9 +529,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=Path, default=START, help="folder with start/, train.jsonl and test.jsonl")
     parser.add_argument("--regime", nargs="+", choices=REGIMES, default=["g64"])
-    parser.add_argument(
-        "--arms", nargs="+", choices=(BEFORE, *ARMS), default=[BEFORE, *(arm for arm in ARMS if arm not in RATED)]
-    )
+    usual = [BEFORE, *(arm for arm in ARMS if arm not in RATED)]
+    parser.add_argument("--arms", nargs="+", choices=(BEFORE, *ARMS), default=usual)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time (default: 1)")
     parser.add_argument("--keep", type=Path, help="keep the trained bfloat16 weights in this folder")

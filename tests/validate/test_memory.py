@@ -65,6 +65,7 @@ def test_what_trl_loads_onto_the_only_gpu_needs_no_room_on_the_host(
 
     monkeypatch.setattr(type(args), "device", torch.device("cuda"))
     monkeypatch.setattr(args.distributed_state, "distributed_type", distributed_type)
+    monkeypatch.setattr(args.distributed_state, "wait_for_everyone", lambda: None)  # there is one process
     with pytest.raises(ValueError, match="1 processes") if needs_the_host else nullcontext():
         check_host_memory(model_config, args)
 
