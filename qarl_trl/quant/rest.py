@@ -48,6 +48,7 @@ def round_rest(model: nn.Module) -> None:
     Args:
         model: A model that runs under bfloat16 autocast, whose parameters are whole.
     """
+    module: Any
     for module in model.modules():
         if isinstance(module, nn.Linear | LowBitLayer | _RoundedVectors) or hasattr(module, _HOOK):
             continue
@@ -64,29 +65,34 @@ def leave_rest(model: nn.Module) -> None:
     Args:
         model: Modified in place.
     """
+    module: Any
     for module in model.modules():
         hook = vars(module).pop(_HOOK, None)
         if hook is not None:
             hook.remove()
         if isinstance(module, _RoundedVectors):
-            _, stock, *_ = type(module).__mro__[1:]
-            module.__class__ = stock
+            module.__class__ = _stock_of(module)
 
 
 class _RoundedVectors(nn.Module):
     """A module whose own vectors, in float32, are rounded while it runs."""
 
-    # Not `forward`, in whose place accelerate may put another in an instance.
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    # Neither `forward`, in whose place accelerate may put another in an instance, nor `__call__`, around which
+    # transformers' layers put their checkpointing: a recomputation comes in behind it. All ways lead through this one.
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         masters = _vectors(self)
         for name, parameter in masters.items():
             # Not by `setattr`, which takes nothing but a parameter.
             self._parameters[name] = rounded(parameter)  # type: ignore[assignment]
         try:
-            return super().__call__(*args, **kwargs)
+            return super()._call_impl(*args, **kwargs)
         finally:
             # After Ctrl-C, too: a rounded tensor would not be trained.
             self._parameters.update(masters)
+
+    # pickle would look for this class under the name of the other.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, (_stock_of(self),), self.__dict__
 
 
 @cache
@@ -96,13 +102,26 @@ def _form_of(stock: type[nn.Module]) -> type[nn.Module]:
     return type(stock.__name__, (_RoundedVectors, stock), {"__module__": stock.__module__})
 
 
+def _stock_of(module: _RoundedVectors) -> type[nn.Module]:
+    """The class that a module had before."""
+    _, _, stock, *_ = type(module).__mro__
+    return stock
+
+
+def _empty(stock: type[nn.Module]) -> nn.Module:
+    """A module without its state, which pickle and copy put in."""
+    form = _form_of(stock)  # type: ignore[arg-type]
+    return form.__new__(form)
+
+
 def _vectors(module: nn.Module) -> dict[str, Any]:
     """The weights of a module itself that are no matrices, in float32."""
     vectors = {}
     for name, parameter in module._parameters.items():
-        is_vector = parameter is not None and parameter.dim() <= 1
         # Within itself a module has tensors there, which are rounded already.
-        if is_vector and parameter.dtype == torch.float32 and isinstance(parameter, nn.Parameter):
+        if not isinstance(parameter, nn.Parameter):
+            continue
+        if parameter.dim() <= 1 and parameter.dtype == torch.float32:
             vectors[name] = parameter
     return vectors
 

@@ -1,9 +1,15 @@
 """`qarl_trl.quant.rest`: norms and embeddings compute with the bfloat16 values that engine and file have."""
 
+import copy
+import pickle
+from functools import partial
+
 import pytest
 import torch
 from conftest import TINY
+from torch.utils.checkpoint import checkpoint
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.convert import remove_quantization
@@ -112,6 +118,45 @@ def test_gradients_reach_the_master_weights_and_parameters_stay(model, checkpoin
     after = dict(model.named_parameters())
     assert after.keys() == parameters.keys()
     assert all(after[name] is parameter for name, parameter in parameters.items())
+
+
+def test_a_copy_rounds_too_and_is_taken_back_alone(model):
+    move(model)
+    plain = logits(model)
+    round_rest(model)
+    rounded = logits(model)
+
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(logits(copied), rounded)
+        leave_rest(copied)
+        assert torch.equal(logits(copied), plain)
+    assert torch.equal(logits(model), rounded)
+
+
+class Scaled(GradientCheckpointingLayer):
+    """A layer with a vector of its own, which transformers' checkpointing computes again in a backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([1.001]))
+        self.used = []
+
+    def forward(self, states):
+        self.used.append(self.scale.item())
+        return states * self.scale
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_layer_that_is_computed_again_is_rounded_again(use_reentrant):
+    layer = Scaled().train()
+    layer.gradient_checkpointing = True
+    layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=use_reentrant)
+    round_rest(layer)
+
+    layer(torch.ones(1, requires_grad=True)).sum().backward()
+
+    # The step of bfloat16 at 1 is 0.008.
+    assert layer.used == [1.0, 1.0]
 
 
 def test_what_ends_a_forward_early_leaves_the_master_weights_in_place(model):
