@@ -65,7 +65,6 @@ def leave_rest(model: nn.Module) -> None:
     Args:
         model: Modified in place.
     """
-    module: Any
     for module in model.modules():
         hook = vars(module).pop(_HOOK, None)
         if hook is not None:
@@ -102,7 +101,7 @@ def _form_of(stock: type[nn.Module]) -> type[nn.Module]:
     return type(stock.__name__, (_RoundedVectors, stock), {"__module__": stock.__module__})
 
 
-def _stock_of(module: _RoundedVectors) -> type[nn.Module]:
+def _stock_of(module: nn.Module) -> Any:
     """The class that a module had before."""
     _, _, stock, *_ = type(module).__mro__
     return stock
