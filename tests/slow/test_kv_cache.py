@@ -82,7 +82,10 @@ def _logged_of_rollouts(trainer: Any, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_learner_gives_the_engines_log_probs_bit_for_bit(tmp_path, case):
+def test_the_learner_gives_the_engines_log_probs_bit_for_bit(tmp_path, case, monkeypatch):
+    # With AMX oneDNN rounds a bfloat16 product of one row unlike that of many, and the cache makes a step of float8 of
+    # it: 1 % of the log-probs with an adapter, a mean of 4e-5 nats without a scheme.
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     model = save_model(tmp_path / "model", family=FAMILIES.get(case, "Qwen3"), norms=True)
 
     result = isolated(compare, model, str(tmp_path / "run"), CASES[case], threads=THREADS)
