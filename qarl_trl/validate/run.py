@@ -15,16 +15,10 @@ from .arguments import check_arguments
 from .data import check_data
 from .folders import check_folders
 from .kv_cache import check_kv_cache
-from .layers import (
-    check_attention,
-    check_dropout,
-    check_layers,
-    check_packing,
-    check_routers,
-    check_tied_by_config,
-)
+from .layers import check_attention, check_layers, check_packing, check_tied_by_config
 from .memory import check_host_memory
 from .model import check_saved_generation_config, config_of, skeleton
+from .noise import check_dropout, check_routers
 from .prompts import check_prompts
 from .source import find_source
 from .teacher import check_teacher, teacher_to_load
