@@ -107,9 +107,9 @@ def _stock_of(module: nn.Module) -> Any:
     return stock
 
 
-def _empty(stock: type[nn.Module]) -> nn.Module:
+def _empty(stock: Any) -> nn.Module:
     """A module without its state, which pickle and copy put in."""
-    form = _form_of(stock)  # type: ignore[arg-type]
+    form = _form_of(stock)
     return form.__new__(form)
 
 

@@ -30,7 +30,12 @@ from .supported import SUPPORTED, SchemeSupport
 MASTER_CAST_DTYPE = torch.bfloat16
 # Routers decide which expert sees a token: a flipped decision costs more than the few bytes saved.
 # `gate.wg` is HunYuan's, `router.gate` AFMoE's, `router.layer` DBRX's.
-ROUTERS = (r"re:.*mlp\.gate(\.wg)?$", r"re:.*\.router(\.(gate|layer))?$", r"re:.*shared_expert_gate$")
+ROUTERS = (
+    r"re:.*mlp\.gate(\.wg)?$",
+    r"re:.*\.router(\.gate)?$",
+    r"re:.*\.router\.layer$",
+    r"re:.*shared_expert_gate$",
+)
 DEFAULT_IGNORE = ("lm_head", *ROUTERS)
 # llm-compressor's name for the minimum and maximum of the weight itself, which `quantize_weight` uses.
 MINMAX = "memoryless_minmax"

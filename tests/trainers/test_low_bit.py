@@ -1,6 +1,6 @@
 """
-`qarl_trl.trainers.LowBitMixin` on other trainers of TRL, without an engine: those of this package, and DPO by a class
-and a config of a user's own.
+`qarl_trl.trainers.LowBitMixin` on other trainers of TRL, without an engine: those of this package, and DPO, KTO
+and others by a class and a config of a user's own.
 """
 
 from __future__ import annotations
