@@ -81,6 +81,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"num_train_epochs": 0.0}, "num_train_epochs"),
         *(({name: 0}, name) for name in POSITIVE),
         ({"temperature": 0.0}, "temperature"),
+        # vLLM would sample at 0.01.
+        (VLLM | {"temperature": 0.005}, "temperature must be at least 0.01"),
         ({"top_p": 2.0}, "top_p"),
         ({"top_k": -5}, "top_k"),
         # vLLM's "all tokens". Here transformers samples, which refuses it in the middle of a run.

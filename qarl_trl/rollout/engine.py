@@ -178,7 +178,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # The ranks of one engine share a seed, and no two engines of a run do.
         engines = self.accelerator.num_processes // self.tensor_parallel_size
         number_of_engine = self.accelerator.process_index // self.tensor_parallel_size
-        arguments["seed"] = self.seed * engines + number_of_engine
+        # numpy, which the engine seeds, takes 32 bits.
+        arguments["seed"] = (self.seed * engines + number_of_engine) % 2**32
         return arguments
 
     def _connect(self) -> None:

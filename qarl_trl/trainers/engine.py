@@ -13,6 +13,7 @@ from ..rollout.scheme_support import default_engine_kwargs
 from ..rollout.sync_check.check import SyncCheck, usual_mismatch
 from ..rollout.sync_check.learner_logps import LearnerLogps, learner_logps
 from ..rollout.sync_check.prompt import LENGTH, sync_check_tokens
+from .sampling import with_stop_tokens
 
 
 def build_engine(trainer: Any, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
@@ -27,6 +28,7 @@ def build_engine(trainer: Any, args: Any, model: nn.Module, **engine_args: Any) 
     """
     # What the user sets wins over what a model needs by default.
     engine_kwargs = default_engine_kwargs(model) | args.engine_kwargs
+    engine_args["generation_kwargs"] = with_stop_tokens(engine_args.get("generation_kwargs"), _tokenizer_of(trainer))
 
     return LowBitVLLMGeneration(
         model,
@@ -53,14 +55,12 @@ def build_sync_check(trainer: Any) -> SyncCheck | None:
     if args.verify_sync == "off":
         return None
 
-    # A processor of images has its tokenizer within.
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     text_config = trainer.model.config.get_text_config()
     # The engine's context, which has room for the prompt and one token.
     of_model = getattr(text_config, "max_position_embeddings", None)
     longest = args.vllm_max_model_length or of_model or LENGTH + 1
     length = min(LENGTH, longest - 1)
-    tokens = sync_check_tokens(tokenizer, text_config.vocab_size, length)
+    tokens = sync_check_tokens(_tokenizer_of(trainer), text_config.vocab_size, length)
     # The check's learner computes what the engine does also where training does not: so with the weights, and so with
     # an unaligned cache, if its rounding is known.
     unaligned = args.has_low_bit_cache and args.aligned_cache is None
@@ -73,3 +73,8 @@ def build_sync_check(trainer: Any) -> SyncCheck | None:
 
     usual = usual_mismatch(trainer.model)
     return SyncCheck(tokens, args.verify_sync, score, trainer.accelerator.gather, trainer._log_with_training, usual)
+
+
+def _tokenizer_of(trainer: Any) -> Any:
+    # A processor of images has its tokenizer within.
+    return getattr(trainer.processing_class, "tokenizer", trainer.processing_class)

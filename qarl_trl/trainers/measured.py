@@ -14,6 +14,7 @@ from ..metrics.endings import Endings, ending_metrics
 from ..metrics.error_tokens import find_error_tokens, written_tokens
 from ..metrics.mismatch import check_mismatch, mismatch_metrics
 from ..metrics.ratios import measure_ratios
+from .sampling import with_stop_tokens
 
 
 class MeasuredMixin:
@@ -33,7 +34,8 @@ class MeasuredMixin:
 
     def _choose_endings(self) -> None:
         """Take the run's stop strings and tokens; at the end of the constructor."""
-        generation_kwargs = self.args.generation_kwargs if self.args.use_vllm else None
+        of_engine = self.args.generation_kwargs if self.args.use_vllm else None
+        generation_kwargs = with_stop_tokens(of_engine, self._tokenizer)
         # As the engine decodes, which looks for stop strings in its text.
         skips = (generation_kwargs or {}).get("skip_special_tokens", True)
         self._endings = Endings(generation_kwargs, partial(self._tokenizer.decode, skip_special_tokens=skips))

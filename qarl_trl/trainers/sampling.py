@@ -123,6 +123,31 @@ def say_inherited(trainer: Any) -> None:
         )
 
 
+def with_stop_tokens(generation_kwargs: dict[str, Any] | None, tokenizer: Any) -> dict[str, Any] | None:
+    """
+    Let an answer stop at a stop string that is one added token of the tokenizer, such as a special one.
+
+    vLLM looks for stop strings in its text. That lacks special tokens, and tokens that were added in memory, because
+    the engine has the tokenizer of the model's files.
+
+    Args:
+        generation_kwargs: The run's, with vLLM's `stop` and `stop_token_ids`.
+        tokenizer: The trainer's.
+
+    Returns:
+        The same settings, with the ids of such strings in `stop_token_ids`.
+    """
+    settings = generation_kwargs or {}
+    strings = settings.get("stop") or ()
+    strings = [strings] if isinstance(strings, str) else strings
+
+    added = tokenizer.get_added_vocab()
+    tokens = [added[string] for string in strings if string in added]
+    if not tokens:
+        return generation_kwargs
+    return settings | {"stop_token_ids": [*(settings.get("stop_token_ids") or ()), *tokens]}
+
+
 def check_endings(args: Any) -> None:
     """
     Refuse to mask answers that TRL takes for cut off although they ended on a stop string.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -38,7 +38,19 @@ OWNED_ENGINE_ARGUMENTS = (
     "enable_sleep_mode",
     "distributed_executor_backend",
     "trust_remote_code",
+    # Sampling settings for all requests: the loss would not know them.
+    "generation_config",
+    "override_generation_config",
+    # What the server loads of ours.
+    "worker_extension_cls",
+    "middleware",
+    "additional_config",
 )
+# What speculates without a second model, whose weights would stay random: an engine starts without files
+# (`load_format: dummy`), and a sync sends the policy alone.
+DRAFTS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+# vLLM's `_MAX_TEMP`.
+COLDEST = 0.01
 # Stores of keys and values outside of the engine: `reset_prefix_cache`, which a sync calls, leaves them as they are.
 OUTER_CACHES = ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend")
 # What else compiles the model.
@@ -148,6 +160,39 @@ def check_engine(args: Any) -> None:
         raise ValueError(
             f"vllm_engine_kwargs sets {outer}: keys and values would outlive the weights that made them, since a sync "
             "empties the engine's own cache alone. Remove them."
+        )
+    # Below it vLLM samples at this temperature, and only a line of its own says so.
+    temperature = getattr(args, "temperature", 1.0)
+    if args.has_engine and temperature < COLDEST:
+        raise ValueError(f"temperature must be at least {COLDEST} with vLLM, got {temperature}.")
+    _check_ranks(args)
+    _check_drafts(args)
+
+
+def _check_ranks(args: Any) -> None:
+    """Refuse (`ValueError`) engines over processes that do not know of each other: TRL groups by tensor parallelism."""
+    if getattr(args, "vllm_mode", None) != "colocate":
+        return
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        value = (args.vllm_engine_kwargs or {}).get(name, 1)
+        if value != 1:
+            raise ValueError(
+                f"vllm_engine_kwargs: {name} must be 1 with vllm_mode='colocate', got {value!r}: each process would "
+                "give its part of the engine other prompts. Set vllm_tensor_parallel_size."
+            )
+
+
+def _check_drafts(args: Any) -> None:
+    """Refuse (`ValueError`) speculative decoding by a model that would have random weights."""
+    drafts = (args.vllm_engine_kwargs or {}).get("speculative_config")
+    if not isinstance(drafts, Mapping):
+        return
+    # n-grams may be named as the model.
+    method = drafts.get("method") or drafts.get("model")
+    if method not in DRAFTS_WITHOUT_WEIGHTS:
+        raise ValueError(
+            f"vllm_engine_kwargs: the method of speculative_config must be one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}, "
+            f"got {method!r}: a draft model would have random weights, and no token of it would be accepted."
         )
 
 

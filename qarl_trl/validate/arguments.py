@@ -36,9 +36,13 @@ WITHOUT_REFERENCE = ("CPOConfig", "ORPOConfig", "TPOConfig")
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 # Arguments of sampling that are known by their names, and why they cannot be the user's: of a request to a server, and
 # of transformers.
-REFUSED_OF_SERVER = {"truncate_prompt_tokens": "the engine would answer a part of the prompt that the learner scores"}
+ANSWERS = "TRL expects one answer to each copy of a prompt, and num_generations says how many"
+REFUSED_OF_VLLM = {"n": ANSWERS}
+REFUSED_OF_SERVER = REFUSED_OF_VLLM | {
+    "truncate_prompt_tokens": "the engine would answer a part of the prompt that the learner scores"
+}
 REFUSED_OF_TRANSFORMERS = {
-    "num_return_sequences": "TRL expects one answer to each copy of a prompt, and num_generations says how many",
+    "num_return_sequences": ANSWERS,
     "stop_strings": "TRL does not give transformers the tokenizer that it needs for them; an engine takes `stop`",
 }
 
@@ -236,7 +240,7 @@ def _check_sampling_arguments(args: RunSettings) -> None:
 
         reader = "vLLM's SamplingParams"
         known = set(inspect.signature(SamplingParams).parameters)
-        refused = {}
+        refused = REFUSED_OF_VLLM
     else:
         reader = "transformers' GenerationConfig"
         known = set(vars(GenerationConfig()))
@@ -246,8 +250,8 @@ def _check_sampling_arguments(args: RunSettings) -> None:
     if unknown:
         raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
     for name, reason in refused.items():
-        # One answer is what TRL asks for, too.
-        is_neutral = name == "num_return_sequences" and of_run.get(name) == 1
+        # One answer is what TRL asks for, too. A server gets a group in one request.
+        is_neutral = reason == ANSWERS and of_run.get(name) == 1 and not uses_server(args)
         if of_run.get(name) is not None and not is_neutral:
             raise ValueError(f"generation_kwargs sets {name}={of_run[name]!r}: {reason}. Leave it out.")
 

@@ -31,6 +31,9 @@ logger = get_logger(__name__)
 
 # transformers' names of the heads of reward models and classifiers.
 OTHER_HEADS = ("score", "classifier")
+# Of the attention of DeepSeek (MLA): when it decodes, vLLM 0.31 multiplies with parts of this layer's weight itself
+# (`process_weights_after_loading` of `mla_attention.py`).
+LATENT = "kv_b_proj"
 
 
 def check_plan(plan: QuantizationConfig, args: RunSettings) -> None:
@@ -81,6 +84,8 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         if missing and not args.from_checkpoint:
             logger.warning(f"quant_recipe: {words_of_unused_targets(missing)}")
         _warn_of_merged(model)
+        if args.has_engine:
+            _check_latent_attention(model)
 
     missing = [] if adapter is None else unused_targets(model, adapter)
     if missing:
@@ -206,6 +211,24 @@ def _check_aligned(model: nn.Module, adapter: Any) -> None:
         # A copy, because peft writes the names of the layers into it.
         adapted = get_peft_model(model, copy.deepcopy(adapter))
         align_adapters(adapted)
+    for name, module in adapted.named_modules():
+        if name.endswith(LATENT) and hasattr(module, "lora_A"):
+            raise ValueError(
+                f"lora_base='frozen': {LATENT} must have no adapter, because vLLM decodes with the base's matrix alone. "
+                "Leave it out of target_modules, or use 'merged'."
+            )
+
+
+def _check_latent_attention(model: nn.Module) -> None:
+    """
+    Refuse (`ValueError`) 8-bit inputs of `LATENT`, which vLLM has in prefill alone: the sync check would not see it.
+    """
+    for name, module in model.named_modules():
+        if name.endswith(LATENT) and isinstance(module, LowBitLayer) and module.scheme.input_activations is not None:
+            raise ValueError(
+                f"{name} must stay in high precision with this scheme, because vLLM decodes with its weight and "
+                f"unquantized inputs. Add 're:.*{LATENT}' to quant_ignore."
+            )
 
 
 def check_head(model: Any) -> None:

@@ -71,8 +71,9 @@ def test_answers_that_end_there_cannot_be_masked_as_cut_off(tmp_path, stop, conf
     config_class(**settings, mask_truncated_completions=True, generation_kwargs={"max_tokens": 8})
 
 
-@pytest.mark.parametrize(("skips", "ended"), [(None, False), (True, False), (False, True)])
-def test_a_special_token_is_a_stop_string_where_the_engine_writes_it(skips, ended):
+@pytest.mark.parametrize("skips", [None, True, False])
+def test_a_special_token_that_is_a_stop_string_ends_an_answer(skips):
+    """Also where the text of the engine has none: it stops at its id."""
     tokenizer = make_tokenizer()
     settings = {"stop": [tokenizer.eos_token]}
     if skips is not None:
@@ -83,7 +84,8 @@ def test_a_special_token_is_a_stop_string_where_the_engine_writes_it(skips, ende
 
     trainer._choose_endings()
 
-    assert trainer._endings.ended([*tokenizer("1+1")["input_ids"], tokenizer.eos_token_id]) is ended
+    assert trainer._endings.ended([*tokenizer("1+1")["input_ids"], tokenizer.eos_token_id])
+    assert not trainer._endings.ended(tokenizer("1+1")["input_ids"])
 
 
 def test_the_decoder_of_a_tokenizer_makes_the_text_of_the_engine():

@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from slow.toys import distinct_characters, prompts, save_model
+from slow.toys import distinct_characters, make_tokenizer, prompts, save_model
 from slow.toys import settings as qarl_settings
 
 from qarl_trl import LowBitRLOOConfig, LowBitRLOOTrainer, QaRLConfig, QaRLTrainer
+from qarl_trl.trainers.sampling import with_stop_tokens
 from trainers.runs import settings
 
 
@@ -72,3 +73,27 @@ def test_what_transformers_takes_from_the_models_generation_config_is_said(model
     assert not warning({"use_cache": True, "typical_p": 1.0, "no_repeat_ngram_size": 0})
     assert not warning({"temperature": 0.6, "top_k": 20, "top_p": 0.9})
     assert not warning({"min_p": 0.5}, min_p=0.1)
+
+
+@pytest.mark.parametrize(
+    ("of_user", "stops"),
+    [
+        # Two that the engine's text lacks: a special token, and one that was added in memory.
+        ({"stop": ["<pad>", "</a>", "#"]}, [0, 64]),
+        ({"stop": "</a>", "stop_token_ids": [5]}, [5, 64]),
+        ({"stop": ["#"]}, None),
+        ({"stop_token_ids": [5]}, [5]),
+        (None, None),
+    ],
+)
+def test_a_stop_string_that_is_an_added_token_stops_by_its_id(of_user, stops):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["</a>"])
+    ids = tokenizer.convert_tokens_to_ids(["<pad>", "</a>"])
+    expected = None if stops is None else [dict(zip([0, 64], ids, strict=True)).get(stop, stop) for stop in stops]
+
+    settings = with_stop_tokens(of_user, tokenizer)
+
+    assert (settings or {}).get("stop_token_ids") == expected
+    # The strings stay, for tokens that spell them.
+    assert (settings or {}).get("stop") == (of_user or {}).get("stop")

@@ -49,6 +49,19 @@ def test_half_a_config_is_refused():
         (VLLM | {"vllm_engine_kwargs": {"model_impl": "transformers"}}, "vllm_engine_kwargs sets .'model_impl'."),
         (VLLM | {"vllm_engine_kwargs": {"hf_token": "hf_x"}}, "vllm_engine_kwargs sets .'hf_token'., which would be"),
         (VLLM | {"vllm_engine_kwargs": {"kv_offloading_size": 8.0}}, "kv_offloading_size'.: keys and values would"),
+        (
+            VLLM | {"vllm_engine_kwargs": {"override_generation_config": {"presence_penalty": 1.5}}},
+            "override_generation",
+        ),
+        (VLLM | {"vllm_engine_kwargs": {"worker_extension_cls": "mine.Worker"}}, "worker_extension_cls"),
+        (
+            VLLM | {"vllm_mode": "colocate", "vllm_engine_kwargs": {"pipeline_parallel_size": 2}},
+            "pipeline_parallel_size must be 1",
+        ),
+        (
+            VLLM | {"vllm_engine_kwargs": {"speculative_config": {"method": "eagle3", "model": "org/draft"}}},
+            "speculative_config must be one of ngram, ngram_gpu, suffix, got 'eagle3'",
+        ),
         ({"model_init_kwargs": {"token": "hf_x"}}, "model_init_kwargs sets .'token'., which would be"),
         (VLLM | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "vllm_engine_kwargs sets .'kv_cache_dtype'."),
         (VLLM | {"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8' must be one of 'auto', 'fp8'"),

@@ -142,6 +142,9 @@ WITH_SERVER = {
     [
         # The server would cut the prompt that the learner scores.
         (WITH_SERVER, "truncate_prompt_tokens", 8),
+        # In one request for all answers of a group.
+        (WITH_SERVER, "n", 1),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "n", 2),
         ({"use_vllm": False}, "num_return_sequences", 2),
         ({"use_vllm": False}, "stop_strings", ["\n"]),
     ],

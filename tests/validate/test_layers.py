@@ -8,6 +8,7 @@ from conftest import TINY
 from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -75,6 +76,44 @@ def test_experts_are_no_frozen_base(tmp_path, tiny_model):
     # Control: experts in high precision. A list of one's own replaces the default, so the router must be in it.
     ignore = ["lm_head", "re:.*experts.*", r"re:.*mlp\.gate$"]
     check_layers_of(tmp_path / "model", config(tmp_path / "run", lora_base="frozen", quant_ignore=ignore))
+
+
+def latent_attention(folder):
+    """The folder of a model with DeepSeek's attention, without experts."""
+    changes = {"first_k_dense_replace": 2, "kv_lora_rank": 32, "q_lora_rank": None, "vocab_size": 64}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "num_key_value_heads": 2}
+    AutoModelForCausalLM.from_config(DeepseekV2Config(**sizes, **heads, **changes)).save_pretrained(folder)
+    return folder
+
+
+def test_what_vllm_decodes_by_another_product_than_it_prefills_is_refused(tmp_path):
+    """MLA: the product of a weight, without its layer's quantized inputs and without an adapter."""
+    model = latent_attention(tmp_path / "model")
+    eight_bits = {"quant_scheme": "FP8_DYNAMIC", "use_vllm": True}
+
+    with pytest.raises(ValueError, match="self_attn.kv_b_proj must stay in high precision.*quant_ignore"):
+        check_layers_of(model, config(tmp_path, **eight_bits))
+
+    # Controls: in high precision, with unquantized inputs, and without an engine.
+    ignored = ["lm_head", "re:.*kv_b_proj"]
+    check_layers_of(model, config(tmp_path, **eight_bits, quant_ignore=ignored))
+    check_layers_of(model, config(tmp_path, quant_scheme="W4A16", quant_group_size=32, use_vllm=True))
+    check_layers_of(model, config(tmp_path, quant_scheme="FP8_DYNAMIC", use_vllm=False))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "kv_b_proj"]])
+def test_an_adapter_that_vllm_would_not_decode_with_is_refused(tmp_path, targets):
+    model = latent_attention(tmp_path / "model")
+    args = config(tmp_path, quant_scheme="W4A16", quant_group_size=32, use_vllm=True, lora_base="frozen")
+    adapter = LoraConfig(r=8, target_modules=targets, task_type="CAUSAL_LM")
+
+    with pytest.raises(ValueError, match="kv_b_proj must have no adapter.*target_modules"):
+        check_layers(config_of(str(model), args), args.quant_plan(), args, adapter)
+
+    # Control: another layer of the same attention.
+    other = LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    check_layers(config_of(str(model), args), args.quant_plan(), args, other)
 
 
 def toy(folder, config_class, **changes):

@@ -86,7 +86,7 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         folder: vLLM loads the adapter from there. Requests use it after [`sample_with`].
 
     Raises:
-        RuntimeError: if the engine does not take all of the adapter.
+        RuntimeError: if the engine does not take all of the adapter, or the base beside it.
     """
     factors: dict[str, Tensor] = {}
     # Two parts of one stream. vLLM has read the first to its end before the second begins.
@@ -94,10 +94,22 @@ def send(llm: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         if are_factors:
             factors.update(part)
         else:
-            reload_engine(llm, inside_wrappers(engine_model(llm), part))
+            _send_base(llm, part)
 
     save_adapter(factors, folder)
     load_adapter(engine_model(llm), llm.llm_engine.add_lora, folder)
+
+
+def _send_base(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    model = engine_model(llm)
+    try:
+        reload_engine(llm, inside_wrappers(model, weights))
+    except KeyError as error:
+        # Such as DeepSeek's: its `load_weights` looks names up in a list of its own.
+        raise RuntimeError(
+            f"vLLM's {type(model).__name__} cannot load a base whose layers have an adapter: it knows no {error}. Set "
+            "lora_base: merged."
+        ) from error
 
 
 def is_factor(weight: tuple[str, Tensor]) -> bool:
