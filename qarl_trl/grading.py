@@ -30,8 +30,10 @@ _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
 _FINAL_ANSWER = "final answer is"
 _END_OF_THOUGHTS = "</think>"
-# The last line of GSM8K's solutions. A heading, such as "#### 2. Add", is none.
-_LAST_LINE_OF_GSM8K = re.compile(r"(?:\A|\n)####[ \t]*([-\N{MINUS SIGN}]?\$?[-\N{MINUS SIGN}]?[\d,.]*\d%?)\.?\s*\Z")
+# The last line of GSM8K's solutions, maybe with a unit. A heading, such as "#### 2. Add", is none.
+_LAST_LINE_OF_GSM8K = re.compile(
+    r"(?:\A|\n)####[ \t]*([-\N{MINUS SIGN}]?\$?[-\N{MINUS SIGN}]?[\d,.]*\d(?:/\d+)?%?)(?:[ \t]+[a-z]+)?\.?\s*\Z"
+)
 # What sets words in a formula, and spaces of LaTeX.
 _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")

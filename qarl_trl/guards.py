@@ -38,6 +38,8 @@ def check_gradient(norm: Tensor | float | None) -> None:
 
 # The largest reward: in float32 the variance of a batch of them is still a number, at 1e20 it is infinite.
 LARGEST_REWARD = 1e15
+# Rollout batches without a reward, one after the other, that stop a run.
+MOST_WITHOUT_REWARDS = 5
 
 logger = get_logger(__name__)
 
@@ -139,22 +141,44 @@ def rewards_of_all(calculate: Callable[[], Tensor], names: Sequence[str], accele
     return rewards
 
 
-def check_scored(rewards: Tensor, names: Sequence[str]) -> None:
+class ScoredBatches:
     """
-    Refuse a rollout batch in which no completion has a reward: it would train nothing, and look like training.
+    Refuses rollout batches in which no completion has a reward: they train nothing, and look like training.
 
-    Args:
-        rewards: Of all processes, `(rows, functions)`, from [`rewards_of_all`].
-        names: Names of the reward functions.
-
-    Raises:
-        ValueError: in all processes.
+    One such batch in the middle of a run is let pass, as TRL does: a batch may be one prompt, whose reference no
+    reward can read.
     """
-    if rewards.isnan().all():
-        raise ValueError(
-            f"No completion of a rollout batch got a reward: {', '.join(names)} gave None for all {len(rewards)}, so "
-            "nothing can be learned. `qarl-trl doctor` tries the rewards on answers of the data set."
-        )
+
+    def __init__(self) -> None:
+        self._has_scored = False
+        self._without_in_a_row = 0
+
+    def check(self, rewards: Tensor, names: Sequence[str], is_resumed: bool) -> None:
+        """
+        Look at the rewards of a batch.
+
+        Args:
+            rewards: Of all processes, `(rows, functions)`, from [`rewards_of_all`].
+            names: Names of the reward functions.
+            is_resumed: Whether the run has trained before.
+
+        Raises:
+            ValueError: in all processes, for a run's first batch, and for `MOST_WITHOUT_REWARDS` of them in a row.
+        """
+        if not rewards.isnan().all():
+            self._has_scored = True
+            self._without_in_a_row = 0
+            return
+
+        self._without_in_a_row += 1
+        message = f"No completion of a rollout batch got a reward: {', '.join(names)} gave None for all {len(rewards)}"
+        may_learn = self._has_scored or is_resumed
+        if not may_learn or self._without_in_a_row == MOST_WITHOUT_REWARDS:
+            raise ValueError(
+                f"{message}, so nothing can be learned. `qarl-trl doctor` tries the rewards on answers of the data "
+                "set."
+            )
+        logger.warning("%s. Nothing is learned from it.", message)
 
 
 def say_if_nothing_is_learned(rewards: Tensor, answers: Tensor, num_generations: int) -> None:

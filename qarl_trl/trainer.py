@@ -182,6 +182,7 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         # After TRL has normalized them, so that dropping the negative ones does not shift the positive ones.
         output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
+        self._filter_logged_advantages()
 
         old = output.get("old_per_token_logps")
         sampling = output.get("sampling_per_token_logps")
@@ -197,6 +198,13 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         if old is not None and self._compares_sampler:  # without `old` see `_measure_mismatch`
             self._log_mismatch(old, sampling, mask)
         return output
+
+    def _filter_logged_advantages(self) -> None:
+        """Show the advantages of the loss in the table of `log_completions`, where TRL put them before the filter."""
+        logged = self._logs["advantages"]
+        filtered = filter_advantages(torch.tensor([*logged]), self.args.advantage_filter).tolist()
+        logged.clear()
+        logged.extend(filtered)
 
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: Any, completions: Any, completion_ids: list[list[int]]

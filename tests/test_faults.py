@@ -209,6 +209,24 @@ def test_a_rollout_batch_without_rewards_stops_the_run(make):
     assert not changed(before, master_weights(trainer))
 
 
+def test_a_batch_without_rewards_in_the_middle_of_a_run_is_let_pass_and_many_are_not(caplog):
+    batches = guards.ScoredBatches()
+    without = torch.full((4, 2), math.nan)
+
+    batches.check(torch.tensor([[math.nan, 1.0]] * 4), ["a", "b"], is_resumed=False)
+    for _ in range(guards.MOST_WITHOUT_REWARDS - 1):
+        batches.check(without, ["a", "b"], is_resumed=False)
+    assert "a, b gave None for all 4. Nothing is learned from it." in caplog.text
+    with pytest.raises(ValueError, match="a, b gave None for all 4, so nothing can be learned"):
+        batches.check(without, ["a", "b"], is_resumed=False)
+
+    # A resumed run may meet one first.
+    guards.ScoredBatches().check(without, ["a", "b"], is_resumed=True)
+    # Control: a new run may not.
+    with pytest.raises(ValueError, match="nothing can be learned"):
+        guards.ScoredBatches().check(without, ["a", "b"], is_resumed=False)
+
+
 def test_a_rollout_batch_with_one_group_of_rewards_is_trained_on(make):
     """Control: TRL leaves the others out."""
     trainer = make(rewarded(lambda rewards: [*rewards[:4], *[None] * 4]), max_steps=1)

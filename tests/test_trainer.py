@@ -514,9 +514,12 @@ def test_positive_only_is_trl_with_negative_advantages_at_zero(dense_model, tmp_
 
     positive = make(dense_model, tmp_path / "b", advantage_filter="positive", loss_type="grpo", **OFF)
     assert train(positive) == expected
+    # What `log_completions` shows.
+    assert min(positive._logs["advantages"]) == 0
 
     control = make(dense_model, tmp_path / "c", loss_type="grpo", **OFF)
     assert train(control) != expected
+    assert min(control._logs["advantages"]) < 0
 
 
 def scored_rollout(texts: list[str], trainer: GRPOTrainer) -> dict:

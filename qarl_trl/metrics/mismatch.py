@@ -36,7 +36,7 @@ def mismatch_metrics(
     Args:
         old_logps: Log-probs by the learner at rollout time, `(B, T)`.
         sampling_logps: Log-probs by the engine, `(B, T)`, NaN where it has none.
-        mask: 1 for the tokens that count, `(B, T)`.
+        mask: 1 for the tokens that count, `(B, T)`; at least one of all processes.
         cap: The cap of the mismatch weight, c of TBPO.
         gather: Puts the rows of all processes one after the other.
 
@@ -48,7 +48,8 @@ def mismatch_metrics(
     gathered = {name: column.double() for name, column in gather_columns(columns, gather).items()}
 
     total = gathered["scored"].sum().clamp(min=1)
-    weight = gathered["weight"]
+    # Of an answer that is left out of the loss the weight is 1, and means nothing.
+    weight = gathered["weight"][gathered["tokens"] > 0]
     at_cap = (weight >= cap * (1 - CAP_TOLERANCE)) | (weight <= (1 + CAP_TOLERANCE) / cap)
 
     # Over tokens, not over completions: long answers count more.

@@ -54,7 +54,7 @@ def measure_ratios(
     columns = completion_columns(logps, old_logps, mask, _of_completions(batch["advantages"], mask), errors)
     metrics = ratio_metrics(gather_columns(columns, gather), band, prefix)
 
-    if fresh:
+    if fresh and "ratio/min" in metrics:
         _warn_unless_one(metrics["ratio/min"], metrics["ratio/max"])
     return metrics
 
@@ -113,7 +113,8 @@ def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> d
     """
     ratio = columns["ratio"]
 
-    # A completion with advantage 0 has no bounds, but it counts among all of which the shares are taken.
+    # A completion with advantage 0 has no bounds, but it counts among all of which the shares are taken. So does one
+    # without a token in the loss, whose ratio is 1.
     positive = columns["advantage"] > 0
     negative = columns["advantage"] < 0
 
@@ -123,18 +124,26 @@ def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> d
         "neg_high": negative & (ratio > 1 + band.delta_high),
     }
 
-    metrics = {"ratio/min": ratio.min(), "ratio/max": ratio.max()}
+    metrics = {}
     for bound, completions in beyond.items():
         # A share of all completions of all processes, so that TRL's mean over micro-batches is the share of the whole.
         metrics[f"ratio/{prefix}{bound}_frac"] = completions.double().mean()
 
     # What has no value is left out, or it would count in TRL's mean over micro-batches.
+    counted = columns["tokens"] > 0
+    bounded = counted & (positive | negative)
+    if bounded.any():
+        clipped = torch.stack(list(beyond.values())).any(0)
+        metrics[f"ratio/{prefix}clipped_frac"] = clipped[bounded].double().mean()
+
     tokens = columns["tokens"].double().sum()
     if tokens > 0:
+        metrics["ratio/min"] = ratio[counted].min()
+        metrics["ratio/max"] = ratio[counted].max()
         metrics["ratio/kl_k3"] = columns["k3"].double().sum() / tokens
         metrics["error_tokens/frac"] = columns["errors"].double().sum() / tokens
 
-    for sign, completions in (("pos", positive), ("neg", negative)):
+    for sign, completions in (("pos", positive & counted), ("neg", negative & counted)):
         if completions.any():
             quantiles = ratio[completions].quantile(torch.tensor([*QUANTILES.values()]))
             for name, quantile in zip(QUANTILES, quantiles, strict=True):

@@ -29,11 +29,10 @@ from .supported import SUPPORTED, SchemeSupport
 # Every path casts a weight to this dtype before it quantizes (dev/numerics.md).
 MASTER_CAST_DTYPE = torch.bfloat16
 # Routers decide which expert sees a token: a flipped decision costs more than the few bytes saved.
-# `gate.wg` is HunYuan's, `router.gate` AFMoE's, `router.layer` DBRX's.
+# Some have layers within: `gate.wg` (HunYuan), `router.gate` (AFMoE), `router.layer` (DBRX), `router.proj` (Gemma-4).
 ROUTERS = (
-    r"re:.*mlp\.gate(\.wg)?$",
-    r"re:.*\.router(\.gate)?$",
-    r"re:.*\.router\.layer$",
+    r"re:.*mlp\.gate(\..*)?$",
+    r"re:.*\.router(\..*)?$",
     r"re:.*shared_expert_gate$",
 )
 DEFAULT_IGNORE = ("lm_head", *ROUTERS)

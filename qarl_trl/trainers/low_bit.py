@@ -79,6 +79,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
     _source: QuantizedSource | None  # the quantized checkpoint that the run starts from
     _plan: QuantizationConfig | None  # which layers are quantized, and how
     _weight_flips: WeightFlips  # compares the low-bit weights of two syncs
+    _scored_batches: guards.ScoredBatches
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -102,6 +103,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
                 f"{type(self).__name__} would send its server the weights in high precision, and learn in low bits. "
                 "Use QaRLTrainer, or set quant_scheme='none' (docs/other_trainers.md)."
             )
+        self._scored_batches = guards.ScoredBatches()
         source = check_run(model, args, arguments)
         self._source = source
         self._plan = args.quant_plan(None if source is None else source.plan())
@@ -235,7 +237,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
             rewards = guards.rewards_of_all(calculate, self.reward_func_names, self.accelerator)
 
         if self._mode == "train":
-            guards.check_scored(rewards, self.reward_func_names)
+            self._scored_batches.check(rewards, self.reward_func_names, is_resumed=self.state.global_step > 0)
         return rewards
 
     def _calculate_outside(self, calculate: Callable[..., Tensor], *args: Any, **named: Any) -> Tensor:

@@ -97,6 +97,10 @@ class MeasuredMixin:
         return self.args.weighs_mismatch or (self.args.use_vllm and self.rollout_func is None)
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
+        """Log how far `old` of the learner and `sampling` of the engine are apart, over the tokens in the loss."""
+        # All processes must enter the collectives together, also those that have no token in the loss.
+        if not self.accelerator.gather(mask.sum().view(1)).any():
+            return
         metrics = mismatch_metrics(old, sampling, mask, self.args.tbpo_mismatch_cap, self.accelerator.gather)
         for name, value in metrics.items():
             self._log_value(f"mismatch/{name}", value)
@@ -136,11 +140,7 @@ class MeasuredMixin:
         if self._compares_sampler and "old_per_token_logps" not in inputs:
             # TRL computes no `old` if no update comes before the loss: then `logps` belongs to the weights that
             # sampled.
-            mask = loss_mask(inputs)
-            # All processes must enter the collective below together, also those whose micro-batch has no token in the
-            # loss.
-            if self.accelerator.gather(mask.sum().view(1)).any():
-                self._log_mismatch(logps, inputs["sampling_per_token_logps"], mask)
+            self._log_mismatch(logps, inputs["sampling_per_token_logps"], loss_mask(inputs))
 
     def _log_clipped(self, low: float, high: float) -> None:
         """

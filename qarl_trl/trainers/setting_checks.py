@@ -170,7 +170,7 @@ def check_engine(args: Any) -> None:
 
 
 def _check_ranks(args: Any) -> None:
-    """Refuse (`ValueError`) engines over processes that do not know of each other: TRL groups by tensor parallelism."""
+    """Refuse (`ValueError`) engines over processes that TRL does not group: it does by tensor parallelism alone."""
     if getattr(args, "vllm_mode", None) != "colocate":
         return
     for name in ("pipeline_parallel_size", "data_parallel_size"):
@@ -191,8 +191,9 @@ def _check_drafts(args: Any) -> None:
     method = drafts.get("method") or drafts.get("model")
     if method not in DRAFTS_WITHOUT_WEIGHTS:
         raise ValueError(
-            f"vllm_engine_kwargs: the method of speculative_config must be one of {', '.join(DRAFTS_WITHOUT_WEIGHTS)}, "
-            f"got {method!r}: a draft model would have random weights, and no token of it would be accepted."
+            "vllm_engine_kwargs: the method of speculative_config must be one of "
+            f"{', '.join(DRAFTS_WITHOUT_WEIGHTS)}, got {method!r}: a draft model would have random weights, and no "
+            "token of it would be accepted."
         )
 
 

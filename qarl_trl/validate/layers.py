@@ -214,8 +214,8 @@ def _check_aligned(model: nn.Module, adapter: Any) -> None:
     for name, module in adapted.named_modules():
         if name.endswith(LATENT) and hasattr(module, "lora_A"):
             raise ValueError(
-                f"lora_base='frozen': {LATENT} must have no adapter, because vLLM decodes with the base's matrix alone. "
-                "Leave it out of target_modules, or use 'merged'."
+                f"lora_base='frozen': {LATENT} must have no adapter, because vLLM decodes with the base's matrix "
+                "alone. Leave it out of target_modules, or use 'merged'."
             )
 
 

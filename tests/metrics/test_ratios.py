@@ -117,8 +117,24 @@ def test_what_has_no_value_is_left_out_and_what_is_no_number_is_not():
 
     batch.mask = torch.zeros_like(batch.mask)
     metrics = measured(batch)
-    assert metrics["ratio/min"] == metrics["ratio/max"] == 1
-    assert not {"ratio/kl_k3", "error_tokens/frac"} & set(metrics)
+    assert set(metrics) == {"ratio/pos_high_frac", "ratio/neg_low_frac", "ratio/neg_high_frac"}
+
+
+def test_the_clipped_share_is_one_where_nothing_is_learned():
+    """Three of four answers have no bound, or are not in the loss: the shares of all cannot show it."""
+    batch = random_batch(2)
+    batch.mask[:] = 1
+    batch.mask[2::4] = 0
+    batch.advantages[:] = torch.tensor([1.0, 0.0, -1.0, 0.0]).repeat(len(batch.advantages) // 4)
+    batch.logps = batch.old + 0.1
+
+    metrics = measured(batch)
+
+    assert metrics["ratio/clipped_frac"] == 1
+    assert metrics["ratio/pos_high_frac"] == 0.25
+    # Control: within the bounds.
+    batch.logps = batch.old.clone()
+    assert measured(batch)["ratio/clipped_frac"] == 0
 
 
 # In the trainer -----------------------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ def model_with_routers():
 
 @pytest.mark.parametrize(
     ("outer", "inner"),
-    # HunYuan, AFMoE, DBRX.
-    [("gate", "wg"), ("router", "gate"), ("router", "layer")],
+    # HunYuan, Zaya, AFMoE, DBRX, Gemma-4.
+    [("gate", "wg"), ("gate", "down_proj"), ("router", "gate"), ("router", "layer"), ("router", "proj")],
 )
 def test_a_router_within_a_module_stays_in_high_precision(outer, inner):
     def layer():

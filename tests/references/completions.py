@@ -98,9 +98,13 @@ def ratio_metrics(rows, band, prefix):
     beyond = {"pos_high": 0, "neg_low": 0, "neg_high": 0}
     positive = []
     negative = []
+    clipped = 0
 
     for logps, old, mask, advantage, error in rows:
         counted = counted_tokens(mask)
+        # Left out of the loss: its ratio says nothing, and lies beyond no bound.
+        if not counted:
+            continue
         log_ratio = 0.0
         for t in counted:
             step = logps[t] - old[t]
@@ -108,27 +112,34 @@ def ratio_metrics(rows, band, prefix):
             # `expm1` keeps the digits that exp(step) - 1 loses next to 1.
             k3 += math.expm1(step) - step
             errors += error[t]
-        ratio = math.exp(log_ratio / max(len(counted), 1))
+        ratio = math.exp(log_ratio / len(counted))
         ratios.append(ratio)
         tokens += len(counted)
 
         if advantage > 0:
             positive.append(ratio)
             beyond["pos_high"] += ratio > pos_high
+            clipped += ratio > pos_high
         if advantage < 0:
             negative.append(ratio)
             beyond["neg_low"] += ratio < neg_low
             beyond["neg_high"] += ratio > neg_high
+            clipped += ratio < neg_low or ratio > neg_high
 
     # Shares of all completions, not of those with the sign.
-    metrics = {"ratio/min": min(ratios), "ratio/max": max(ratios)}
+    metrics = {}
     for bound, number in beyond.items():
         metrics[f"ratio/{prefix}{bound}_frac"] = number / len(rows)
     for sign, values in (("pos", positive), ("neg", negative)):
         if values:
             metrics[f"ratio/{sign}_q50"] = quantile(values, 0.5)
             metrics[f"ratio/{sign}_q99"] = quantile(values, 0.99)
+    # Of those that have a bound.
+    if positive or negative:
+        metrics[f"ratio/{prefix}clipped_frac"] = clipped / (len(positive) + len(negative))
     if tokens:
+        metrics["ratio/min"] = min(ratios)
+        metrics["ratio/max"] = max(ratios)
         metrics["ratio/kl_k3"] = k3 / tokens
         metrics["error_tokens/frac"] = errors / tokens
     return metrics

@@ -42,9 +42,9 @@ def test_a_healthy_run():
 
 
 def test_what_is_within_its_limit_is_told_with_its_figure():
-    last = judge_log(log())[-1]
+    rows = [row | {"ratio/clipped_frac": 0.06} for row in log()]
 
-    assert "6% of the answers are clipped (A < 0, below)" in last.text
+    assert "6% of the answers with an advantage are clipped" in judge_log(rows)[-1].text
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_what_is_within_its_limit_is_told_with_its_figure():
         ({"quant/flip_frac": 0.0}, "bad", "no sync changes"),
         ({"quant/flip_frac": 9e-6}, "look", "changes a share of 9.0e-06 of the quantized values, below 2e-05"),
         ({"quant/flip_frac": 0.4}, "bad", "changes 40.000%"),
-        ({"ratio/neg_low_frac": 0.4}, "look", "40% of the answers are clipped (A < 0, below)"),
-        ({"ratio/pos_high_frac": 0.9}, "bad", "90% of the answers are clipped (A > 0, above)"),
+        ({"ratio/clipped_frac": 0.4}, "look", "40% of the answers with an advantage are clipped"),
+        ({"ratio/clipped_frac": 0.9}, "bad", "90% of the answers with an advantage are clipped"),
         ({"frac_reward_zero_std": 0.9}, "look", "90% of the prompts have equal rewards"),
         ({"mismatch/seq_weight_capped_frac": 0.5}, "look", "weight of 50% of the answers is at its cap"),
         ({"mismatch/unscored_max": 0.4}, "look", "no log-prob to 40% of the tokens"),
