@@ -72,7 +72,15 @@ def build_sync_check(trainer: Any) -> SyncCheck | None:
             return learner_logps(trainer._unwrapped, tokens)
 
     usual = usual_mismatch(trainer.model)
-    return SyncCheck(tokens, args.verify_sync, score, trainer.accelerator.gather, trainer._log_with_training, usual)
+    return SyncCheck(
+        tokens,
+        args.verify_sync,
+        score,
+        trainer.accelerator.gather,
+        trainer._log_with_training,
+        usual,
+        scores_as_trained=not unaligned and (args.quantize_learner or not args.quantized),
+    )
 
 
 def _tokenizer_of(trainer: Any) -> Any:

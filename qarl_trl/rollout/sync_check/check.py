@@ -68,6 +68,9 @@ class SyncCheck:
         report: Logs a metric by name and value.
         usual: Mismatch that always passes, in noise floors, from [`usual_mismatch`].
         watched: Mismatch of rollouts when the check last ran, in nats per token; `None` before the first rollout.
+        scores_as_trained: Whether `score` computes as the learner that trains. A bfloat16 learner beside a low-bit
+            engine is expected to be far from it.
+        limit: The largest mismatch that the last check let pass, in nats per token; infinite before the first.
         asked: Whether the next sync is checked whatever `every` says.
         before: The engine's log-probs before its first sync, `(T - 1,)` float32; `None` if it may hold weights of an
             earlier run.
@@ -81,6 +84,8 @@ class SyncCheck:
     report: Callable[[str, float], None]
     usual: float = USUAL
     watched: float | None = None
+    scores_as_trained: bool = True
+    limit: float = math.inf
     asked: bool = False
     before: Tensor | None = None
     anchor: Anchor | None = None
@@ -119,6 +124,7 @@ class SyncCheck:
         """
         if self.watched is None:
             self.watched = mismatch
+            self._compare_with_prompt(mismatch)
         elif mismatch > RISEN * max(self.watched, RESOLUTION):
             logger.warning(
                 f"The mismatch between engine and learner rose from {self.watched:.2g} to {mismatch:.2g} nats per "
@@ -127,6 +133,15 @@ class SyncCheck:
             # So a mismatch that goes on growing is checked at each multiple.
             self.watched = mismatch
             self.asked = True
+
+    def _compare_with_prompt(self, mismatch: float) -> None:
+        """Warn if the first answers are far from the learner although the prompt of the check is near."""
+        if self.scores_as_trained and mismatch > RISEN * max(self.limit, RESOLUTION):
+            logger.warning(
+                f"The first answers of the engine are {mismatch:.2g} nats per token from the learner, where the sync "
+                f"check's prompt may be {self.limit:.2g}: the engine computes the tokens that it samples otherwise "
+                "than those of a prompt. Compare with vllm_engine_kwargs={'enforce_eager': true}."
+            )
 
     def check(self, engine_logps: EngineLogps, syncs: int) -> Reading:
         """
@@ -161,6 +176,7 @@ class SyncCheck:
         # The same in all processes, so that all of them stop or none.
         worst = max(readings, key=lambda reading: (reading.wrong, reading.logp_diff))
         self._report(worst)
+        self.limit = worst.limit
         if worst.wrong:
             raise RuntimeError(_refusal(worst, syncs))
         if self.anchor is None and worst.limit == math.inf:

@@ -82,6 +82,24 @@ def test_a_risen_mismatch_of_rollouts_asks_for_a_check(case, mismatches, asks):
     assert asked == asks
 
 
+@pytest.mark.parametrize(
+    ("times", "as_trained", "is_said"),
+    [(1, True, False), (3.1, True, True), (3.1, False, False)],
+    ids=["near", "far", "far from a learner that is not aligned"],
+)
+def test_first_answers_farther_than_the_prompt_are_said(case, caplog, times, as_trained, is_said):
+    """The check reads a prompt, and an engine may compute what it samples by other kernels."""
+    check, _ = sync_check([case.plain], "first")
+    check.scores_as_trained = as_trained
+    run_checks(check, [case.before, case.plain])
+
+    check.watch(times * check.limit)
+    # Only the first answers are compared with the prompt.
+    check.watch(check.watched)
+
+    assert caplog.text.count("computes the tokens that it samples otherwise") == is_said
+
+
 def test_the_first_logp_diff_of_the_run_is_what_later_ones_may_grow_from(case):
     """Kernels eight times as far apart as rounding pass for ever; those that get worse do not."""
     apart = [case.plain + noise(8) for _ in range(4)]
