@@ -20,6 +20,8 @@ from ...rollout.vllm.platform import is_cpu_engine
 CPU_CACHE_GIB = 4
 # The arguments of `vllm.LLM` by which the user decides it.
 MEMORY_SETTINGS = {"gpu_memory_utilization", "kv_cache_memory_bytes"}
+# vLLM's switch of the sampler that FlashInfer compiles; on by default.
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 
 
 def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any) -> Any:
@@ -39,8 +41,12 @@ def start_engine(model: str | Path, adapter: Path | None = None, **settings: Any
         defaults["enforce_eager"] = True
         # vLLM 0.31 rewinds a seeded generator if a prompt is split over two steps; a CPU generator cannot do that.
         defaults["enable_chunked_prefill"] = False
+    else:
+        # An engine compiles FlashInfer's sampler when it starts, which needs nvcc. Requests with a seed, as all of
+        # `generate` are, never reach it.
+        os.environ.setdefault(FLASHINFER_SAMPLER, "0")
 
-    # Late, because `choose_arithmetic` sets environment variables that vLLM reads.
+    # Late, because vLLM reads the environment variables of both branches.
     from vllm import LLM
 
     if adapter is None:
