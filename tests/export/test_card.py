@@ -460,6 +460,8 @@ def test_a_card_is_rendered_without_remains_of_its_markup(kind):
     expected = ["sums", "Use", "Training", "Limits", "Citation"]
     # An export of another model was not trained.
     assert headings == [title for title in expected if title != "Training" or "steps" in facts]
+    # Each kind has a `vllm serve`, which without it stops where nvcc is missing.
+    assert "VLLM_USE_FLASHINFER_SAMPLER=0" in card.text
     for token in page:
         if token.type == "inline":
             # Signs of code, of Jinja, of a table or a heading, a space before a full stop, and a fact that is missing.

@@ -19,7 +19,7 @@ from qarl_trl.quant.layers.layer import quantized_modules
 from qarl_trl.quant.supported import SUPPORTED
 from qarl_trl.rewards import math_reward
 from qarl_trl.rollout import cpu_support
-from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, judge, machine, measure, rewards
+from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, CheckResult, judge, machine, measure, rewards
 
 
 RULE = Path(judge.__file__).with_name("rule.json")
@@ -360,6 +360,51 @@ def test_a_compiler_with_the_headers_of_python_is_enough_for_triton(monkeypatch,
     wrong_compiler = machine.check_compiler()
     assert wrong_compiler.status == FAIL
     assert "no-such-compiler does not run" in wrong_compiler.text
+
+
+def test_nvcc_is_looked_for_where_flashinfer_does(monkeypatch, tmp_path):
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr(machine, "TOOLKIT", tmp_path / "toolkit")
+    # Installed by pip, where FlashInfer does not look.
+    install_nvcc(tmp_path / "site-packages" / "nvidia" / "cu13" / "bin")
+
+    missing = machine.check_nvcc()
+    assert missing.status == WARN
+    assert "VLLM_USE_FLASHINFER_SAMPLER=0" in missing.text
+    assert "attention_backend: TRITON_ATTN" in missing.text
+
+    in_toolkit = install_nvcc(tmp_path / "toolkit" / "bin")
+    assert machine.check_nvcc() == CheckResult(OK, "nvcc", in_toolkit)
+    on_path = install_nvcc(tmp_path / "path")
+    assert machine.check_nvcc() == CheckResult(OK, "nvcc", on_path)
+    # It takes this one whether nvcc is there or not.
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert machine.check_nvcc().status == WARN
+    in_home = install_nvcc(tmp_path / "home" / "bin")
+    assert machine.check_nvcc() == CheckResult(OK, "nvcc", in_home)
+
+
+def test_vllm_has_the_attention_that_the_doctor_advises():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert "TRITON_ATTN" in AttentionBackendEnum.__members__
+
+
+def install_nvcc(folder):
+    """Its path."""
+    folder.mkdir(parents=True)
+    nvcc = folder / "nvcc"
+    nvcc.touch(mode=0o755)
+    return str(nvcc)
+
+
+def test_a_machine_with_a_gpu_is_asked_for_both_compilers(monkeypatch):
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(machine, "_check_gpu", lambda index: CheckResult(OK, f"GPU {index}", "a GPU"))
+
+    assert [result.name for result in machine.describe_devices()] == ["GPU 0", "C compiler", "nvcc"]
 
 
 # Rewards -------------------------------------------------------------------------------------------------------------

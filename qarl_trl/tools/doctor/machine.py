@@ -23,6 +23,8 @@ from . import FAIL, OK, SKIPPED, WARN, CheckResult
 
 # Seconds for the compilation of one line.
 COMPILER_LIMIT_S = 60
+# Where NVIDIA's packages install the CUDA toolkit.
+TOOLKIT = Path("/usr/local/cuda")
 
 
 def compare_versions() -> Iterator[CheckResult]:
@@ -45,7 +47,7 @@ def compare_versions() -> Iterator[CheckResult]:
 
 def describe_devices() -> Iterator[CheckResult]:
     """
-    Yield one result per GPU and one for the compiler; without GPUs one of the CPU, and a warning if the
+    Yield one result per GPU and one for each compiler; without GPUs one of the CPU, and a warning if the
     engine does not run on it.
     """
     # Whatever GPU the recipe is for: what follows runs on the devices that are here.
@@ -54,6 +56,7 @@ def describe_devices() -> Iterator[CheckResult]:
         yield _check_gpu(index)
     if number_of_gpus:
         yield check_compiler()
+        yield check_nvcc()
         return
 
     yield CheckResult(SKIPPED, "GPU", "no CUDA device: also a recipe for GPUs is checked as a run on this CPU")
@@ -129,6 +132,34 @@ def check_compiler() -> CheckResult:
         except (OSError, subprocess.TimeoutExpired) as error:
             return CheckResult(FAIL, name, f"{compiler} does not run: {error}. {advice}")
     return CheckResult(OK, name, f"{compiler}, with Python.h")
+
+
+def check_nvcc() -> CheckResult:
+    """Whether FlashInfer can compile. Not a failure without it: most runs reach none of its kernels."""
+    name = "nvcc"
+    nvcc = _find_nvcc()
+    if nvcc is not None:
+        return CheckResult(OK, name, nvcc)
+    return CheckResult(
+        WARN,
+        name,
+        f"there is none by CUDA_HOME, on the PATH or in {TOOLKIT}, and FlashInfer compiles with it. Install the CUDA "
+        "toolkit, or do without FlashInfer: VLLM_USE_FLASHINFER_SAMPLER=0 for `vllm serve`, and "
+        "vllm_engine_kwargs: {attention_backend: TRITON_ATTN} where vLLM attends by it: on Ada and Blackwell with "
+        "kv_cache_dtype: fp8, on Blackwell 10.x with any cache",
+    )
+
+
+def _find_nvcc() -> str | None:
+    """The path of nvcc as FlashInfer looks for it (`flashinfer.jit.cpp_ext`): it does not know that of pip."""
+    toolkit = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if not toolkit:
+        on_path = shutil.which("nvcc")
+        if on_path is not None:
+            return on_path
+
+    nvcc = Path(toolkit or TOOLKIT, "bin", "nvcc")
+    return str(nvcc) if nvcc.is_file() else None
 
 
 def _describe_cpu() -> CheckResult:
