@@ -254,7 +254,7 @@ def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Meth
     if command is not None:
         return METHODS[command], ""
 
-    keys = _keys_of(argv)
+    keys = keys_of(argv)
     unknown = {}
     for method in METHODS.values():
         # A key that no method knows counts for all of them, and decides nothing.
@@ -270,8 +270,17 @@ def choose_method(argv: Sequence[str], command: str | None = None) -> tuple[Meth
     return chosen, f"Read as a recipe of qarl-trl {chosen.command}. Its keys also fit {names}: --trainer says which."
 
 
-def _keys_of(argv: Sequence[str]) -> set[str]:
-    """The keys of a recipe, and of the options that override it."""
+def keys_of(argv: Sequence[str]) -> set[str]:
+    """
+    The keys of a recipe, and of the options that override it.
+
+    Args:
+        argv: The command line, with the recipe.
+
+    Raises:
+        FileNotFoundError: if the recipe is missing.
+        ValueError: if it cannot be read.
+    """
     from .recipe_file import read_recipe
 
     keys: set[str] = set()

@@ -8,13 +8,13 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ..methods import METHODS, SFT, choose_method
+from ..methods import METHODS, SFT, choose_method, keys_of
 from ..rollout.server.key import HOSTS, KEY, find_key, make_key
 from ..train import parse
 from .arguments import CommandParser
@@ -67,6 +67,8 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     # out.
     args.model_init_kwargs = {"revision": model_args.model_revision} | (args.model_init_kwargs or {})
     settings = server_settings(model_args.model_name_or_path, args, _adapter_of(args, model_args))
+    if _takes_vllm_share(args.device.type, keys_of(recipe)):
+        del settings["gpu_memory_utilization"]
     settings["host"] = options.host
     settings["port"] = url.port or args.vllm_server_port
     command = [sys.executable, "-m", SERVER, *vllm_options(settings)]
@@ -103,6 +105,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
     return parser
+
+
+def _takes_vllm_share(device_type: str, keys: Collection[str]) -> bool:
+    """
+    Whether the engine has vLLM's own share of the memory, not TRL's, which leaves room for a learner on the same GPU.
+
+    Args:
+        device_type: `torch.device.type` of the engine. A CPU's share is of the memory that the trainer uses, too.
+        keys: Those of the recipe and of the command line.
+    """
+    return device_type != "cpu" and "vllm_gpu_memory_utilization" not in keys
 
 
 def _shell_command(command: Sequence[str], environment_before: Mapping[str, str]) -> str:

@@ -8,7 +8,9 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from qarl_trl.tools.serve import main, vllm_options
+from qarl_trl.methods import keys_of
+from qarl_trl.tools import serve
+from qarl_trl.tools.serve import _takes_vllm_share, main, vllm_options
 from qarl_trl.train import parse
 
 
@@ -124,6 +126,33 @@ def test_an_fp8_cache_is_the_servers(capsys, recipe):
     assert server_options(capsys, recipe, "--kv_cache_dtype", "fp8")["--kv-cache-dtype"] == "fp8"
     # Control: without it vLLM has its default.
     assert "--kv-cache-dtype" not in server_options(capsys, recipe)
+
+
+@pytest.mark.parametrize(
+    ("device", "keys", "expected"),
+    [
+        ("cuda", ["--vllm_tensor_parallel_size", "1"], True),
+        ("cuda", ["--vllm_gpu_memory_utilization", "0.5"], False),
+        # TRL's default, but the user's word.
+        ("cuda", ["--vllm-gpu-memory-utilization=0.3"], False),
+        ("cpu", [], False),
+    ],
+)
+def test_a_server_has_vllms_share_of_its_gpus_unless_the_user_gives_one(recipe, device, keys, expected):
+    """It had TRL's 0.3, which is for an engine beside a learner."""
+    assert _takes_vllm_share(device, keys_of(["--config", str(recipe), *keys])) is expected
+
+    # Of the recipe, too.
+    recipe.write_text(recipe.read_text() + "vllm_gpu_memory_utilization: 0.5\n")
+    assert _takes_vllm_share(device, keys_of(["--config", str(recipe), *keys])) is False
+
+
+def test_the_share_of_vllm_is_that_of_a_command_without_one(capsys, recipe, monkeypatch):
+    # A server on a CPU shares the memory with its trainer.
+    assert server_options(capsys, recipe)["--gpu-memory-utilization"] == "0.3"
+
+    monkeypatch.setattr(serve, "_takes_vllm_share", lambda *_: True)
+    assert "--gpu-memory-utilization" not in server_options(capsys, recipe)
 
 
 def test_a_server_for_a_frozen_base_needs_the_adapter(recipe):
