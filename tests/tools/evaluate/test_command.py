@@ -474,6 +474,12 @@ def test_the_share_of_memory_reaches_the_engine(models, sums, engine_calls):
     assert engine_calls.settings["gpu_memory_utilization"] == 0.3
 
 
+def test_the_cache_of_the_training_reaches_the_engine(models, sums, engine_calls):
+    evaluate(models / "w4a16", sums, "--engine_kwargs", '{"kv_cache_dtype": "fp8"}')
+
+    assert engine_calls.settings["kv_cache_dtype"] == "fp8"
+
+
 def test_each_prompt_has_its_own_seed(models, sums, engine_calls):
     evaluate(models / "w4a16", sums, "--limit", "3")
 
