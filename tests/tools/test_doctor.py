@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from datasets import Dataset
 from lines import additions, write_rows
 
 from qarl_trl import QaRLConfig, cli
@@ -19,7 +20,8 @@ from qarl_trl.quant.layers.layer import quantized_modules
 from qarl_trl.quant.supported import SUPPORTED
 from qarl_trl.rewards import math_reward
 from qarl_trl.rollout import cpu_support
-from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, CheckResult, judge, machine, measure, rewards
+from qarl_trl.tools.doctor import FAIL, OK, SKIPPED, WARN, CheckResult, judge, machine, measure, rewards, room
+from qarl_trl.tools.plan.run import GIB
 
 
 RULE = Path(judge.__file__).with_name("rule.json")
@@ -530,6 +532,92 @@ def test_learner_and_engines_are_loaded_by_the_settings_of_the_run(of_run):
     assert measure.load_policy(folder, args).dtype == torch.float32
     assert engine["hf_overrides"] == {}
     assert engine["trust_remote_code"] is False
+
+
+class Gpu:
+    """A GPU of 24 GiB, of which a screen has one, and a learner on it, which needs 15."""
+
+    def __init__(self, monkeypatch):
+        self.learner = 0
+        self.kept_by_pytorch = 0
+        monkeypatch.setattr(QaRLConfig, "device", torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free(), 24 * GIB))
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+
+    def free(self):
+        return 23 * GIB - self.learner - self.kept_by_pytorch
+
+    def empty_cache(self):
+        self.kept_by_pytorch = 0
+
+    def to(self, device):
+        """As a learner's."""
+        if device == "cpu":
+            self.kept_by_pytorch = self.learner
+        self.learner = 0 if device == "cpu" else 15 * GIB
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_base": "frozen"}, {"quant_scheme": "none", "has_low_bit_cache": True}])
+def test_the_learner_leaves_the_gpu_while_an_engine_samples_and_scores_on_it(of_run, monkeypatch, changes):
+    """vLLM refused to start beside it, and doctor failed runs that would start."""
+    has_low_bit_cache = changes.pop("has_low_bit_cache", False)
+    folder, args = of_run(vllm_gpu_memory_utilization=0.5, **changes)
+    monkeypatch.setattr(QaRLConfig, "has_low_bit_cache", has_low_bit_cache)
+    gpu = Gpu(monkeypatch)
+    steps = []
+
+    def load(*_):
+        gpu.to(args.device)
+        return gpu
+
+    def run_engine(step, function, model, settings, *_, **__):
+        steps.append((settings["gpu_memory_utilization"], gpu.free() / GIB))
+
+    def score(*_, **__):
+        steps.append(gpu.learner / GIB)
+
+    monkeypatch.setattr(measure, "choose_arithmetic", lambda: None)
+    monkeypatch.setattr(measure, "load_policy", load)
+    monkeypatch.setattr(measure, "load_frozen_learner", load)
+    for name in ("apply_quantization", "remove_quantization", "save_low_bit", "quantize_learner"):
+        monkeypatch.setattr(measure, name, lambda *_: None)
+    monkeypatch.setattr(measure, "in_fresh_process", run_engine)
+    monkeypatch.setattr(measure, "logp_diff", score)
+
+    measure.measure(folder, args, [[2, 3]])
+
+    # The run's share is for its low-bit weights: those in bfloat16 may not fit into it.
+    assert steps == [(0.9, 23), 15, (0.9, 23), 15, 15]
+
+
+def test_an_engine_gets_what_others_leave_of_a_gpu(of_run, monkeypatch):
+    _, args = of_run()
+    gpu = Gpu(monkeypatch)
+    gpu.learner = 10 * GIB
+
+    # And one GiB less, for what its process takes before vLLM looks.
+    assert room.free_share(args.device) == 12 / 24
+
+
+def test_weights_in_bfloat16_without_room_are_said_and_do_not_fail(of_run, monkeypatch):
+    folder, args = of_run(use_vllm=True, chat_template_kwargs=None)
+    dataset = Dataset.from_dict({"prompt": ["p"]})
+    # 13.0 GiB, and 3 for work.
+    monkeypatch.setattr(room, "tensor_shapes", lambda _: {"weight": (7, 10**9)})
+    # A CPU has another limit.
+    assert measure._why_not_measured(folder, args, dataset) is None
+
+    gpu = Gpu(monkeypatch)
+    assert measure._why_not_measured(folder, args, dataset) is None
+    # Of another process.
+    gpu.learner = 9 * GIB
+    (result,) = measure.probe_mismatch(folder, args, dataset)
+    assert result.status == SKIPPED
+    assert "in bfloat16 needs 16.0 GiB of the GPU, and 13.0 are free: not measured" in result.text
+
+    # Two GPUs have half of the weights each.
+    args.vllm_tensor_parallel_size = 2
+    assert measure._why_not_measured(folder, args, dataset) is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -26,6 +26,7 @@ from ...validate.model import config_of, loading_arguments
 from ..evaluate.sample import generate, start_engine
 from . import OK, SKIPPED, CheckResult
 from .judge import Mismatch, advise_on_qarl, judge_mismatch, status_of
+from .room import free_share, off_the_gpu, why_no_room
 
 
 TOKENS = 64  # sampled after each prompt
@@ -89,7 +90,7 @@ def _why_not_measured(folder: str | None, args: QaRLConfig, dataset: Dataset) ->
         return "use_vllm: false, so the learner samples itself"
     if len(dataset) == 0:
         return "no prompts"
-    return None
+    return why_no_room(folder, args)
 
 
 def _load_tokenizer(folder: str, args: QaRLConfig) -> Any:
@@ -133,7 +134,7 @@ def measure(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> Mism
     if args.quantized:
         samples = _sample_in_low_bits(model, folder, args, prompts)
     elif args.has_low_bit_cache:
-        samples = _sample_with_low_bit_cache(folder, args, prompts)
+        samples = _sample_with_low_bit_cache(model, folder, args, prompts)
     rollout_only = logp_diff(model, samples, args.temperature)
 
     if args.frozen:
@@ -230,25 +231,32 @@ def _sample_in_low_bits(
 ) -> list[Sample]:
     """What the run's engine samples from the low-bit weights of `model`, which is the same model afterwards."""
     plan: Any = args.quant_plan()
-    settings = _engine_settings(folder, args, prompts)
     tokenizer = _load_tokenizer(folder, args)
 
     with tempfile.TemporaryDirectory() as low_bit:
         save_low_bit(apply_quantization(model, plan), tokenizer, low_bit)
         # The same model is the bf16 learner of the next measurement.
         remove_quantization(model)
-        request = (low_bit, settings, prompts, args.temperature)
-        return in_fresh_process("the low-bit engine", sample, *request, limit_s=LIMIT_S)
+        with off_the_gpu(model, args.device):
+            request = (low_bit, _engine_settings(folder, args, prompts), prompts, args.temperature)
+            return in_fresh_process("the low-bit engine", sample, *request, limit_s=LIMIT_S)
 
 
-def _sample_with_low_bit_cache(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> list[Sample]:
-    """What the run's engine samples: bf16 weights, and a cache in 8-bit floats."""
-    request = (folder, _engine_settings(folder, args, prompts), prompts, args.temperature)
-    return in_fresh_process("the engine with an FP8 cache", sample, *request, limit_s=LIMIT_S)
+def _sample_with_low_bit_cache(
+    model: PreTrainedModel, folder: str, args: QaRLConfig, prompts: Sequence[list[int]]
+) -> list[Sample]:
+    """What the run's engine samples: bf16 weights, and a cache in 8-bit floats. `model` makes room for it."""
+    with off_the_gpu(model, args.device):
+        request = (folder, _engine_settings(folder, args, prompts), prompts, args.temperature)
+        return in_fresh_process("the engine with an FP8 cache", sample, *request, limit_s=LIMIT_S)
 
 
 def _engine_settings(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`, beside the model: the run's own, and room for the longest prompt and its answer."""
+    """
+    The arguments of `vllm.LLM`, beside the model: the run's own, and room for the longest prompt and its answer.
+
+    Call it when the engine is to start: its share of a GPU is what is free by then.
+    """
     longest_prompt = max(map(len, prompts))
     trust_remote_code = loading_arguments(args)["trust_remote_code"]
     settings: dict[str, Any] = {
@@ -261,7 +269,7 @@ def _engine_settings(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]
         "hf_overrides": changed_config(config_of(folder, args), trust_remote_code),
     }
     if args.device.type == "cuda":
-        settings["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
+        settings["gpu_memory_utilization"] = free_share(args.device)
         settings["tensor_parallel_size"] = args.vllm_tensor_parallel_size
     return settings | args.engine_kwargs
 
