@@ -24,16 +24,6 @@ logger = get_logger(__name__)
 TBPO = "tbpo"
 LossType = Literal["tbpo", "grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 STOCK_LOSSES = get_args(LossType)[1:]
-# Whole numbers above 0: a run divides by them, or trains nothing if they are 0.
-POSITIVE = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "num_iterations",
-    "steps_per_generation",
-    "max_completion_length",
-    "max_tokens_per_pass",
-)
 # Sampling parameters that do not change the distribution of a token, and the values at which the others do not.
 HARMLESS_SAMPLING = (
     "seed",
@@ -57,6 +47,7 @@ REPLACED_BY_TBPO = (
     "epsilon",
     "epsilon_high",
     "delta",
+    "importance_sampling_level",
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
@@ -118,7 +109,6 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
         return self.use_vllm and self.vllm_importance_sampling_correction
 
     def __post_init__(self) -> None:
-        _check_numbers(self)  # before TRL divides by them
         super().__post_init__()
 
         _ = self.trust_band  # refuses bad bounds; the metrics of every loss use them
@@ -150,39 +140,6 @@ def _check_optimizer(args: QaRLConfig) -> None:
             f"optim_muon=True trains by Muon and torch's AdamW alone, and ignores {', '.join(changed)}. Leave one of "
             "them out."
         )
-
-
-def _check_numbers(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) numbers with which a run divides by zero or trains nothing."""
-    for name in POSITIVE:
-        value = getattr(args, name)
-        if value is not None and not (isinstance(value, int) and value > 0):
-            raise ValueError(f"{name} must be a whole number above 0, got {value!r}.")
-
-    # Written so that a NaN is refused, too: every comparison with it is false.
-    if not (args.temperature > 0 and 0 < args.top_p <= 1):
-        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {args.temperature} and {args.top_p}.")
-    _check_ranges(args)
-
-    if not (args.max_steps > 0 or (args.max_steps == -1 and args.num_train_epochs > 0)):
-        raise ValueError(f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing.")
-
-
-def _check_ranges(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) what neither vLLM nor transformers samples with: they say so only at the first answer."""
-    # 0 is "all tokens" for TRL; -1 is it for vLLM alone.
-    fewest = -1 if args.use_vllm else 0
-    if args.top_k < fewest:
-        raise ValueError(f"top_k must be 0 (all tokens) or above, got {args.top_k}.")
-    if args.min_p is not None and not 0 <= args.min_p <= 1:
-        raise ValueError(f"min_p must be in [0, 1], got {args.min_p}.")
-    if not args.repetition_penalty > 0:
-        raise ValueError(f"repetition_penalty must be above 0, got {args.repetition_penalty}.")
-    # TRL refuses the first after the first answers, and takes the second.
-    if args.scale_rewards not in (True, False, "group", "batch", "none"):
-        raise ValueError(f"scale_rewards must be 'group', 'batch' or 'none', got {args.scale_rewards!r}.")
-    if args.reward_weights and not any(args.reward_weights):
-        raise ValueError(f"reward_weights={args.reward_weights} would train nothing.")
 
 
 def _check_tbpo(args: QaRLConfig) -> None:

@@ -128,10 +128,6 @@ class RecipeParser(HfArgumentParser):
         Raises:
             ValueError: with the message of the dataclass that refuses its values, whatever kind of error it raises.
         """
-        # TRL divides by it before it checks it: its error would be "integer modulo by zero".
-        if not values.get("num_generations", 1):
-            raise ValueError(f"num_generations must be above 0, got {values['num_generations']}.")
-
         try:
             return self.parse_dict(dict(values))
         except Exception as error:

@@ -7,10 +7,10 @@ import pytest
 from configs import config
 from trl import GRPOConfig
 
-from qarl_trl.config import POSITIVE, STOCK_LOSSES, QaRLConfig, logger
+from qarl_trl.config import STOCK_LOSSES, QaRLConfig, logger
 from qarl_trl.loss import TrustBand
 from qarl_trl.quant.scheme import DEFAULT_IGNORE
-from qarl_trl.trainers.setting_checks import UNFIT
+from qarl_trl.trainers.setting_checks import POSITIVE, UNFIT
 
 
 VLLM = {"use_vllm": True}
@@ -58,6 +58,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"neftune_noise_alpha": 5.0, "loss_type": "grpo"}, "neftune_noise_alpha"),
         ({"epsilon": 0.1}, "epsilon"),
         ({"delta": 2.0}, "delta"),
+        ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode"),
         (VLLM | {"top_p": 0.9}, "top_p"),
         (VLLM | {"top_k": 50}, "top_k"),

@@ -339,7 +339,7 @@ def test_a_pair_of_numbers_is_no_text():
         # Options without a value, and with one too many.
         (["--max_steps"], "max_steps"),
         (["--max_steps", "1", "2"], "'2' is neither an option"),
-        (["--num_generations", "0"], "num_generations must be above 0, got 0"),
+        (["--num_generations", "0"], "num_generations must be a whole number above 0, got 0"),
         (["--reward_timeout", "nan"], "reward_timeout must be a finite number"),
         (["--reward_weights", "1", "inf"], "reward_weights must be a finite number"),
         (["--vllm_engine_kwargs", "x=1"], "vllm_engine_kwargs: must be a mapping"),

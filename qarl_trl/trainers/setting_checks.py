@@ -20,6 +20,29 @@ UNFIT = {
     "enable_jit_checkpoint": "it saves within a step, which no resume continues exactly; SIGTERM saves at the end of "
     "a step",
 }
+# Fields of TRL's configs (1.16) that are one of a few texts. TRL looks at them after the model has loaded, or never.
+CHOICES_OF_TRL = {
+    "vllm_mode": ("colocate", "server"),
+    "vllm_model_impl": ("vllm", "transformers"),
+    "importance_sampling_level": ("token", "sequence"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    # It makes these of True and False.
+    "scale_rewards": ("group", "batch", "none"),
+}
+# Whole numbers above 0: a run divides by them, or trains nothing if they are 0.
+POSITIVE = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "num_generations",
+    "num_iterations",
+    "steps_per_generation",
+    "generation_batch_size",
+    "max_completion_length",
+    "max_tokens_per_pass",
+    "vllm_tensor_parallel_size",
+)
 # Arguments of `vllm.LLM` that TRL sets from its own fields, or that the trainer sets so that engine and learner agree.
 OWNED_ENGINE_ARGUMENTS = (
     "model",
@@ -85,19 +108,69 @@ def check_order(cls: type, half: type, other: type) -> None:
 
 
 def check_choices(args: Any) -> None:
-    """Refuse (`ValueError`) a value that a `Literal` field does not have: nothing else checks them in a script."""
+    """Refuse (`ValueError`) a value that a `Literal` field, or one of `CHOICES_OF_TRL`, does not have."""
+    # Nothing else checks them in a script.
     hints: dict[str, Any] = {}
     for base in type(args).__mro__:
         if base.__module__.startswith("qarl_trl."):  # a user's class may have annotations that only exist for mypy
             # The nearest class wins: a subclass may narrow a field of its base.
             hints = get_type_hints(base) | hints
 
-    for name, hint in hints.items():
-        if get_origin(hint) is not Literal or not hasattr(args, name):
+    literals = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    for name, choices in (CHOICES_OF_TRL | literals).items():
+        if not hasattr(args, name):
             continue
         value = getattr(args, name)
-        if value not in get_args(hint):
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, get_args(hint)))}.")
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+def check_numbers(args: Any) -> None:
+    """
+    Refuse (`ValueError`) numbers with which a run divides by zero or trains nothing: before TRL divides by them.
+
+    Args:
+        args: Any config, which has some of the fields. Its values are those that the user gave.
+    """
+    for name in POSITIVE:
+        if not hasattr(args, name):
+            continue
+        value = getattr(args, name)
+        # TRL's type of the number of answers has a null, too, by which TRL would divide.
+        may_be_null = name != "num_generations"
+        if not (may_be_null and value is None) and not (isinstance(value, int) and value > 0):
+            raise ValueError(f"{name} must be a whole number above 0, got {value!r}.")
+    _check_sampling_ranges(args)
+
+    if not (args.max_steps > 0 or (args.max_steps == -1 and args.num_train_epochs > 0)):
+        raise ValueError(f"max_steps={args.max_steps} with num_train_epochs={args.num_train_epochs} trains nothing.")
+    weights = getattr(args, "reward_weights", None)
+    if weights and not any(weights):
+        raise ValueError(f"reward_weights={weights} would train nothing.")
+    clip = getattr(args, "reward_clip_range", None)
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise ValueError(f"reward_clip_range must be two numbers, the lower one first, got {clip}.")
+
+
+def _check_sampling_ranges(args: Any) -> None:
+    """Refuse (`ValueError`) what neither vLLM nor transformers samples with: they say so only at the first answer."""
+    temperature = getattr(args, "temperature", 1.0)
+    top_p = getattr(args, "top_p", 1.0)
+    # Written so that a NaN is refused, too: every comparison with it is false.
+    if not (temperature > 0 and 0 < top_p <= 1):
+        raise ValueError(f"temperature must be above 0 and top_p in (0, 1], got {temperature} and {top_p}.")
+
+    # 0 is "all tokens" for TRL; -1 is it for vLLM alone.
+    fewest = -1 if args.has_engine else 0
+    top_k = getattr(args, "top_k", None)
+    if top_k is not None and top_k < fewest:
+        raise ValueError(f"top_k must be 0 (all tokens) or above, got {top_k}.")
+    min_p = getattr(args, "min_p", None)
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be in [0, 1], got {min_p}.")
+    repetition_penalty = getattr(args, "repetition_penalty", 1.0)
+    if not repetition_penalty > 0:
+        raise ValueError(f"repetition_penalty must be above 0, got {repetition_penalty}.")
 
 
 def check_fit(args: Any) -> None:

@@ -20,6 +20,7 @@ from .setting_checks import (
     check_choices,
     check_engine,
     check_fit,
+    check_numbers,
     check_one_source,
     check_order,
     checked_verify,
@@ -279,7 +280,8 @@ class LowBitConfig:
             raise TypeError(
                 "LowBitConfig is half a config: class MyConfig(LowBitConfig, SFTConfig), with TRL's second."
             )
-        # TRL's first: it turns text into dicts and fills in what the checks read.
+        check_numbers(self)
+        # TRL's before the others: it turns text into dicts and fills in what the checks read.
         super().__post_init__()
         self._take_precision_of_launcher()
 

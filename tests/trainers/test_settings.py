@@ -2,14 +2,16 @@
 
 import copy
 import pickle
+import re
 from dataclasses import dataclass, fields
 
 import pytest
 from transformers import MistralConfig, Qwen3Config
 from trl import GRPOConfig
 
+from qarl_trl import LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig
 from qarl_trl.trainers import LowBitConfig
-from qarl_trl.trainers.setting_checks import UNFIT
+from qarl_trl.trainers.setting_checks import CHOICES_OF_TRL, UNFIT
 
 
 VLLM = {"use_vllm": True}
@@ -80,6 +82,48 @@ def test_half_a_config_is_refused():
 def test_a_setting_that_does_not_work_in_low_bits_is_refused_by_name(config, settings, name):
     with pytest.raises(ValueError, match=name):
         config(**settings)
+
+
+@pytest.mark.parametrize("name", CHOICES_OF_TRL)
+def test_the_choices_are_those_of_trl(config, name):
+    """By its help, which names other fields, too. An update of TRL may have more of them."""
+    of_grpo = {field.name: field for field in fields(GRPOConfig)}
+    in_quotes = set(re.findall(r"[`']([a-z_]+)[`']", of_grpo[name].metadata["help"]))
+
+    assert in_quotes - of_grpo.keys() == set(CHOICES_OF_TRL[name])
+    with pytest.raises(ValueError, match=f"{name}='colocated' must be one of '"):
+        config(**{name: "colocated"})
+    # Control: each of them alone.
+    for value in CHOICES_OF_TRL[name]:
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("config_class", "settings", "name"),
+    [
+        (LowBitRLOOConfig, {"steps_per_generation": 0}, "steps_per_generation"),
+        (LowBitRLOOConfig, {"num_iterations": 0}, "num_iterations"),
+        (LowBitRLOOConfig, {"num_generations": 0}, "num_generations"),
+        (LowBitRLOOConfig, {"vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size"),
+        (LowBitRLOOConfig, {"top_p": 2.0}, "top_p"),
+        (LowBitRLOOConfig, {"reward_weights": [0.0]}, "reward_weights"),
+        # It would make -1 of every reward.
+        (LowBitRLOOConfig, {"reward_clip_range": (1, -1)}, "reward_clip_range"),
+        (LowBitRLOOConfig, {"vllm_mode": "colocated"}, "vllm_mode"),
+        (LowBitDistillationConfig, {"top_p": 0.0}, "top_p"),
+        (LowBitDistillationConfig, {"temperature": 0.0}, "temperature"),
+        (LowBitDistillationConfig, {"vllm_model_impl": "transfomers"}, "vllm_model_impl"),
+        (LowBitSFTConfig, {"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
+        (LowBitSFTConfig, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        (LowBitSFTConfig, {"max_steps": 0}, "max_steps"),
+    ],
+)
+def test_the_config_of_every_trainer_refuses_what_trains_nothing(tmp_path, config_class, settings, name):
+    machine = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+
+    with pytest.raises(ValueError, match=name):
+        config_class(**machine, **settings)
+    config_class(**machine)  # control
 
 
 @pytest.mark.parametrize(
