@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from trl import ModelConfig
 
+# peft's word for all linear layers.
+ALL_LINEAR = "all-linear"
+# The name of a layer, or its end, without other characters of a regular expression than dots between its parts.
+PLAIN_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 # Settings that TRL reads only with `use_peft`. `lora_base: frozen` without it is refused by the trainer.
 OF_ADAPTER = (
     "lora_r",
@@ -74,9 +79,22 @@ def parse(
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
     script_args, training_args, model_args = parser.build(values)
+    model_args.lora_target_modules = _as_names(model_args.lora_target_modules)
     if not engine_only:
         _find_data_and_checkpoint(script_args, training_args)
     return script_args, training_args, model_args
+
+
+def _as_names(modules: Any) -> Any:
+    """
+    The layers of an adapter as a recipe names them: TRL makes a text of a list of one, and peft a regular expression
+    of that, which must match the whole name of a layer.
+
+    Args:
+        modules: `ModelConfig.lora_target_modules`.
+    """
+    is_name = isinstance(modules, str) and modules != ALL_LINEAR and PLAIN_NAME.fullmatch(modules)
+    return [modules] if is_name else modules
 
 
 def _what_is_missing(argv: Sequence[str], method: Method) -> str:

@@ -302,6 +302,24 @@ def test_null_on_the_command_line_overrides_and_is_overridden(base, tmp_path):
     assert parse([*argv, *nulls, "--quant_group_size", "64"])[1].quant_group_size == 64
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        # TRL makes a text of a list of one, and peft a regular expression of that.
+        (["q_proj"], ["q_proj"]),
+        (["self_attn.q_proj"], ["self_attn.q_proj"]),
+        # Controls: what peft reads as a text.
+        (["all-linear"], "all-linear"),
+        ([r".*\.[qk]_proj"], r".*\.[qk]_proj"),
+        (["q_proj", "k_proj"], ["q_proj", "k_proj"]),
+    ],
+)
+def test_the_name_of_one_layer_is_no_regular_expression(base, written, read):
+    model_args = parse([*base, "--use_peft", "true", "--lora_target_modules", *written])[2]
+
+    assert model_args.lora_target_modules == read
+
+
 @pytest.mark.parametrize("name", ["quant_group_size", "system_prompt", "bf16", "lora_target_modules"])
 @pytest.mark.parametrize("word", ["none", "None"])
 def test_pythons_word_for_null_is_no_text(base, tmp_path, name, word):
