@@ -198,13 +198,14 @@ def _check_threshold(args: QaRLConfig) -> None:
 
 
 def _check_passes(args: QaRLConfig) -> None:
-    """Refuse (`ValueError`) a token budget that the longest sequence could exceed."""
+    """Refuse (`ValueError`) a token budget that an answer alone could exceed."""
     if args.max_tokens_per_pass is None:
         return
 
-    # The engine's context holds prompt and answer. Without it the length of the prompts is not known here; the passes
-    # check each row ([`~qarl_trl.learner.logps.PackedPasses`]).
-    field = "vllm_max_model_length" if args.use_vllm and args.vllm_max_model_length else "max_completion_length"
-    longest = getattr(args, field) or 0
+    # The length of the prompts is not known here: `validate.prompts` counts them, and the passes check each row
+    # ([`~qarl_trl.learner.logps.PackedPasses`]).
+    longest = args.max_completion_length or 0
     if args.max_tokens_per_pass < longest:
-        raise ValueError(f"max_tokens_per_pass must be at least {field}={longest}, got {args.max_tokens_per_pass}.")
+        raise ValueError(
+            f"max_tokens_per_pass must be at least max_completion_length={longest}, got {args.max_tokens_per_pass}."
+        )
