@@ -42,6 +42,7 @@ NEUTRAL_ARGUMENTS = {"frequency_penalty": (0,), "presence_penalty": (0,), "min_t
 # Arguments of an engine that change the draws of every request.
 PROCESSORS = ("logits_processors", "watermark_config")
 TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
+BOUNDS_OF_TBPO = ("tbpo_epsilon_high", "tbpo_delta_low", "tbpo_delta_high", "tbpo_mismatch_cap")
 # Fields of TRL in whose place TBPO has its own.
 REPLACED_BY_TBPO = (
     "epsilon",
@@ -117,6 +118,8 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
         if self.loss_type == TBPO:
             _check_tbpo(self)
             check_fit(self)
+        else:
+            _warn_of_bounds(self)
         if self.quantized or self.loss_type == TBPO:
             _check_sampling(self)
             check_noise(self)
@@ -160,6 +163,16 @@ def _check_tbpo(args: QaRLConfig) -> None:
         logger.warning_once(
             f"steps_per_generation x num_iterations / gradient_accumulation_steps = {updates:g} update per rollout "
             "batch: every ratio is 1 and no trust band of loss_type='tbpo' can bind. The paper has 8 updates."
+        )
+
+
+def _warn_of_bounds(args: QaRLConfig) -> None:
+    """Warn of TBPO's bounds beside a loss that does not read them: whoever sets one may expect it to clip."""
+    changed = changed_fields(args, BOUNDS_OF_TBPO)
+    if changed:
+        logger.warning(
+            f"loss_type={args.loss_type!r} does not read {', '.join(changed)}: beside it they only decide what the "
+            "metrics ratio/paper_* and mismatch/seq_weight_* count. Set loss_type: tbpo, or the fields of this loss."
         )
 
 

@@ -170,6 +170,17 @@ def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(tmp_path, caplo
         assert updates in caplog.text
 
 
+def test_a_bound_of_tbpo_beside_another_loss_is_said(tmp_path, caplog):
+    config(tmp_path, loss_type="grpo", tbpo_epsilon_high=0.2)
+    assert "loss_type='grpo' does not read tbpo_epsilon_high" in caplog.text
+
+    # Controls: the loss that reads it, and its default.
+    caplog.clear()
+    config(tmp_path, tbpo_epsilon_high=0.2)
+    config(tmp_path, loss_type="grpo", tbpo_epsilon_high=4e-4)
+    assert "does not read" not in caplog.text
+
+
 def test_muon_refuses_deepspeed(tmp_path, monkeypatch):
     # It would load DeepSpeed.
     monkeypatch.setattr(GRPOConfig, "__post_init__", lambda self: None)

@@ -122,13 +122,14 @@ def test_every_model_of_the_paper_has_its_four_arms():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_id)
-def test_recipe_validates_with_the_batches_and_bounds_of_table_2(path):
+def test_recipe_validates_with_the_batches_and_bounds_of_table_2(path, caplog):
     """An update is 64 prompts, and a rollout batch 8 of them, or on policy one."""
     script_args, args, model_args = parse(["--config", str(path), *ON_CPU])
 
     assert_settings_are_those_of(path, settings_of(script_args, args, model_args))
     assert args.use_vllm
     assert args.quantized == (not path.stem.startswith("bf16"))
+    assert "does not read tbpo_" not in caplog.text
 
     # TRL counts both in micro-batches of a process.
     rollout = args.per_device_train_batch_size * GPUS * args.steps_per_generation
