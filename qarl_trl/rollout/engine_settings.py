@@ -6,6 +6,9 @@ nowhere on disk.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -16,6 +19,26 @@ from ..quant.names import NOT_COMPUTED_BY
 
 # Entries of a config that no engine reads, or that it gets otherwise: dtypes, cache, names, and the end of an answer.
 NOT_READ = {*NOT_COMPUTED_BY, "_attn_implementation", "chunk_size_feed_forward", "attention_dropout"}
+
+
+def check_engine_arguments(names: Iterable[str], setting: str) -> None:
+    """
+    Refuse arguments that `vllm.LLM` does not have: it would say so after the learner's model has loaded.
+
+    Args:
+        names: The arguments that the user sets.
+        setting: Where, for the message.
+
+    Raises:
+        ValueError: with the unknown names.
+    """
+    from vllm import LLM, EngineArgs  # late: it takes seconds
+
+    # It hands on what its signature does not name.
+    known = {*inspect.signature(LLM).parameters, *(field.name for field in fields(EngineArgs))} - {"kwargs"}
+    unknown = sorted(set(names) - known)
+    if unknown:
+        raise ValueError(f"{setting} sets {unknown}, which vllm.LLM does not have. Correct the names.")
 
 
 def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trust_remote_code: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs, is_peft_model
+from ..rollout.engine_settings import check_engine_arguments
 from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter, check_one_active, check_reference, check_resized, check_saved
 from .layers import check_plan
@@ -77,6 +78,9 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_numbers(args)
     _check_trainable(model, trainer_arguments)
     _check_sampling_arguments(args)
+    # A server's own command line refuses them at once, and has more of them.
+    if args.vllm_engine_kwargs and args.has_engine and not uses_server(args):
+        check_engine_arguments(args.vllm_engine_kwargs, "vllm_engine_kwargs")
     _check_threshold(args, trainer_arguments)
     _check_not_quantized(model, args)
     # All that follows is about low-bit layers. Without them a run is TRL's.

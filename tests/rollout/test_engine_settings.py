@@ -12,7 +12,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from qarl_trl.rollout.engine_settings import changed_config
+from qarl_trl.rollout.engine_settings import changed_config, check_engine_arguments
 
 
 @pytest.fixture
@@ -80,3 +80,13 @@ def test_a_loaded_model_with_parts_is_as_its_file_says(tmp_path):
     loaded.config.vision_config.hidden_act = "relu"
     with pytest.raises(ValueError, match="The model's vision_config differs"):
         changed_config(loaded.config, False)
+
+
+def test_arguments_that_vllm_does_not_have_are_refused():
+    with pytest.raises(
+        ValueError, match=r"vllm_engine_kwargs sets \['enable_prefix_cachin', 'kwargs'\], which vllm.LLM"
+    ):
+        check_engine_arguments({"enable_prefix_cachin": True, "seed": 1, "kwargs": {}}, "vllm_engine_kwargs")
+
+    # Control: of `LLM` itself, and of its `EngineArgs` alone.
+    check_engine_arguments({"enforce_eager": True, "enable_prefix_caching": True}, "vllm_engine_kwargs")

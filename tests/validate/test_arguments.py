@@ -180,6 +180,16 @@ def test_sampling_arguments_that_nothing_reads_are_refused(tmp_path, changes, re
     check_arguments("org/model", well_spelt, {})  # control
 
 
+def test_engine_arguments_that_vllm_does_not_have_are_refused(tmp_path):
+    engine = {"use_vllm": True, "vllm_engine_kwargs": {"enable_prefix_cachin": True}}
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs sets \['enable_prefix_cachin'\]"):
+        check_arguments("org/model", config(tmp_path, **engine), {})
+
+    # Controls: no engine of this process reads them. The command line of a server has others.
+    check_arguments("org/model", config(tmp_path, **engine | WITH_SERVER), {})
+    check_arguments("org/model", config(tmp_path, **engine | {"use_vllm": False}), {})
+
+
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(TypeError, match="for QaRLTrainer a QaRLConfig.*got dict"):
         check_arguments("no/such-model", {}, {})

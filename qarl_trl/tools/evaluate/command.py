@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
 
     from ...export.files import LOW_BIT_FOLDER
     from ...rewards import load_rewards
+    from ...rollout.engine_settings import check_engine_arguments
     from .checkpoint import check_complete, check_one_model, check_sizes, check_vocabulary, find_checkpoint, precision
     from .grade import reward_names, try_rewards
     from .suites import find_suites
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     rewards = load_rewards(options.reward_funcs)
     reward_names(rewards)  # refuses two of one name
     params = _sampling_params(options)
+    check_engine_arguments(options.engine_kwargs, "--engine_kwargs")
 
     folder, adapter = find_checkpoint(options.model)
     low_bit = folder / LOW_BIT_FOLDER

@@ -92,6 +92,7 @@ def stopped(capsys, *argv):
         (["--pass_at", "1", "8"], "--pass_at"),
         (["--engine_kwargs", "[1]"], "--engine_kwargs"),
         (["--engine_kwargs", '{"max_model_len": 64}'], "--engine_kwargs must not set max_model_len"),
+        (["--engine_kwargs", '{"foo": 1}'], "--engine_kwargs sets ['foo'], which vllm.LLM does not have"),
         (["--conversational", "perhaps"], "--conversational"),
         (["--reward_funcs", "no_such_module.reward"], "reward_funcs"),
         (["--reward_funcs", "math_reward", "math_reward"], "different names"),
