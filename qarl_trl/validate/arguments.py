@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from transformers.utils import is_bitsandbytes_available
-from trl import DPOConfig, KTOConfig
+from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
@@ -22,6 +22,7 @@ from .adapters import check_adapter, check_one_active, check_reference, check_re
 from .layers import check_plan
 from .placement import check_placement
 from .rollouts import check_processes, uses_server
+from .schedule import check_schedule
 from .types import RunSettings, TrainerArguments
 
 
@@ -76,7 +77,10 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     if "model" in trainer_arguments:
         _check_trackers(args)
     _check_numbers(args)
+    check_schedule(args, trainer_arguments)
     _check_trainable(model, trainer_arguments)
+    _check_reward_weights(args, trainer_arguments)
+    _check_synced_reference(model, args, trainer_arguments)
     _check_sampling_arguments(args)
     # A server's own command line refuses them at once, and has more of them.
     if args.vllm_engine_kwargs and args.has_engine and not uses_server(args):
@@ -138,6 +142,10 @@ def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments
             "peft_config must have inference_mode=False, got True, as the config of a saved adapter has it: the new "
             "adapter would be frozen, and nothing trained. Set peft_config.inference_mode = False."
         )
+    for name in ("r", "lora_alpha"):
+        value = getattr(peft_config, name, 1)
+        if not value > 0:
+            raise ValueError(f"{name} of the adapter must be above 0, got {value}: it would train nothing.")
     if isinstance(model, str) or peft_config:
         return
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -221,6 +229,31 @@ def _check_numbers(args: RunSettings) -> None:
         raise ValueError(f"optim_args must be name=value pairs with commas between them, got {args.optim_args!r}.")
     if args.save_strategy == "steps" and not args.save_steps > 0:
         raise ValueError(f"save_steps must be above 0, got {args.save_steps}: no checkpoint would be written.")
+
+
+def _check_reward_weights(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
+    """Refuse (`ValueError`) another number of weights than of rewards: TRL does, after the model has loaded."""
+    weights = getattr(args, "reward_weights", None)
+    rewards = trainer_arguments.get("reward_funcs")
+    if weights is None or rewards is None:
+        return
+    number = len(rewards) if isinstance(rewards, list) else 1
+    if len(weights) != number:
+        raise ValueError(f"reward_weights must be one number for each of {number} reward_funcs, got {weights}.")
+
+
+def _check_synced_reference(model: str | nn.Module, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
+    """Refuse (`ValueError`) to sync a reference model that there is not: TRL does, after the model has loaded."""
+    if not getattr(args, "sync_ref_model", False):
+        return
+    if adapter_configs(model, trainer_arguments.get("peft_config")):
+        raise ValueError(
+            "sync_ref_model must be False with an adapter: its reference is the policy without the adapter, and no "
+            "model of its own. Set it to False, or train all weights."
+        )
+    # DPO and KTO have a reference with any beta.
+    if isinstance(args, (GRPOConfig, RLOOConfig)) and not args.beta:
+        raise ValueError(f"sync_ref_model must be False with beta={args.beta}, which needs no reference. Set beta.")
 
 
 def _check_sampling_arguments(args: RunSettings) -> None:

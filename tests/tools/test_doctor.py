@@ -117,6 +117,7 @@ def test_a_section_that_cannot_be_run_says_why_and_does_not_fail_the_rest(recipe
         # The CPU engine has no kernel for it.
         (["--quant_scheme", "W8A16", "--use_vllm", "--probe_prompts", "0"], 1, "W8A16"),
         (["--no_such_key", "1"], 2, "no_such_key"),
+        (["--reward_weights", "1", "2"], 1, "reward_weights must be one number for each of 1 reward_funcs"),
     ],
 )
 def test_what_would_fail_or_train_nothing_is_found(recipe, capsys, options, expected_code, word):

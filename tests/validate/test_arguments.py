@@ -190,6 +190,42 @@ def test_engine_arguments_that_vllm_does_not_have_are_refused(tmp_path):
     check_arguments("org/model", config(tmp_path, **engine | {"use_vllm": False}), {})
 
 
+def test_weights_of_rewards_are_as_many_as_the_rewards(tmp_path):
+    args = config(tmp_path, reward_weights=[1.0, 2.0])
+    for rewards in ([print], print):
+        with pytest.raises(ValueError, match=r"one number for each of 1 reward_funcs, got \[1.0, 2.0\]"):
+            check_arguments("org/model", args, {"reward_funcs": rewards})
+
+    # Controls: as many, and a server, which has none.
+    check_arguments("org/model", args, {"reward_funcs": [print, print]})
+    check_arguments("org/model", args, {})
+
+
+def test_a_reference_that_there_is_not_cannot_be_synced(tmp_path):
+    lora = {"peft_config": LoraConfig(target_modules=["q_proj"])}
+    with pytest.raises(ValueError, match="sync_ref_model must be False with an adapter"):
+        check_arguments("org/model", config(tmp_path, sync_ref_model=True, beta=0.1), lora)
+    with pytest.raises(ValueError, match="sync_ref_model must be False with beta=0.0"):
+        check_arguments("org/model", config(tmp_path, sync_ref_model=True), {})
+
+    # Controls: a model of its own, and nothing to sync.
+    check_arguments("org/model", config(tmp_path, sync_ref_model=True, beta=0.1), {})
+    check_arguments("org/model", config(tmp_path, beta=0.1), lora)
+
+
+@pytest.mark.parametrize("name", ["r", "lora_alpha"])
+@pytest.mark.parametrize("scheme", ["W4A16", "none"])
+def test_an_adapter_that_would_train_nothing_is_refused(tmp_path, name, scheme):
+    args = config(tmp_path, quant_scheme=scheme)
+    # peft itself refuses some in its constructor.
+    lora = LoraConfig(target_modules=["q_proj"])
+    check_arguments("org/model", args, {"peft_config": lora})  # control
+
+    setattr(lora, name, 0)
+    with pytest.raises(ValueError, match=f"{name} of the adapter must be above 0, got 0"):
+        check_arguments("org/model", args, {"peft_config": lora})
+
+
 def test_another_config_is_refused(tmp_path):
     with pytest.raises(TypeError, match="for QaRLTrainer a QaRLConfig.*got dict"):
         check_arguments("no/such-model", {}, {})

@@ -118,6 +118,7 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
 
     if note:
         yield "Recipe", iter([CheckResult(OK, "trainer", note)])
+    rewards = None
     if method.has_rewards:
         rewards = load_rewards(script_args.reward_funcs)
         yield "Rewards", check_rewards(rewards, dataset)
@@ -128,7 +129,7 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
         return
 
     cpu_engine = check_cpu_engine(schemes_of(args))
-    yield "Settings", chain(cpu_engine, check_settings(folder, args, model_args, dataset))
+    yield "Settings", chain(cpu_engine, check_settings(folder, args, model_args, dataset, rewards))
 
     number_of_prompts = min(options.probe_prompts, len(dataset))
     yield "Mismatch", probe_mismatch(folder, args, dataset.select(range(number_of_prompts)))

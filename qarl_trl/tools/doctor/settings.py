@@ -56,7 +56,9 @@ def schemes_of(args: Any) -> list[SchemeSupport]:
     return [support_of(scheme) for scheme in plan.config_groups.values()]
 
 
-def check_settings(folder: str | None, args: Any, model_args: Any, dataset: Dataset) -> Iterator[CheckResult]:
+def check_settings(
+    folder: str | None, args: Any, model_args: Any, dataset: Dataset, rewards: list[Any] | None = None
+) -> Iterator[CheckResult]:
     """
     Run the checks that the trainer makes before it loads the model.
 
@@ -65,6 +67,7 @@ def check_settings(folder: str | None, args: Any, model_args: Any, dataset: Data
         args: The settings of the run: a `QaRLConfig`, or that of another trainer.
         model_args: TRL's `ModelConfig` of the run.
         dataset: The training set.
+        rewards: The rewards, of a trainer that has such.
 
     Raises:
         ValueError, OSError, ImportError: those of the trainer's checks.
@@ -73,7 +76,12 @@ def check_settings(folder: str | None, args: Any, model_args: Any, dataset: Data
     args = copy.copy(args)
     args.push_to_hub = False  # the trainer's check creates the repository
     name = model_args.model_name_or_path
-    trainer_arguments = {"model": name, "peft_config": get_peft_config(model_args), "train_dataset": dataset}
+    trainer_arguments = {
+        "model": name,
+        "peft_config": get_peft_config(model_args),
+        "train_dataset": dataset,
+        "reward_funcs": rewards,
+    }
     if hasattr(args, "teacher_model_name_or_path"):
         trainer_arguments["teacher_model"] = _teacher_of(folder or name, args, trainer_arguments["peft_config"])
 
