@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -175,27 +176,39 @@ def _joined_digest(module: Any, join_digest: Callable[[str, Any], str]) -> Abstr
     return patch.object(module, "hash_module", hash_module)
 
 
-def _shared_zeros() -> AbstractContextManager:
+@contextmanager
+def _shared_zeros() -> Iterator[None]:
     """
     With FSDP's RAM-efficient loading, keep the models of processes that read no weights small.
 
-    One process of a machine reads the weights and sends the others their shards. Until then transformers (5.17) fills
-    the models of the others with float32 zeros, as large as the real model: 32 GB for 8B parameters, seven times. Here
-    all entries of such a parameter share one zero. A write to it raises. Replaced is
-    `PreTrainedModel._move_missing_keys_from_meta_to_device`; if it is gone, this raises `AttributeError`.
+    One process of a machine reads the weights and sends the others their shards. transformers (5.17) loads the weights
+    in the others, too, and then fills their models with zeros as large as the real model: 32 GB in float32 for 8B
+    parameters, seven times. Here they load onto the meta device, and all entries of a parameter share one zero. A
+    write to it raises. Replaced are `_load_pretrained_model` and `_move_missing_keys_from_meta_to_device` of
+    `PreTrainedModel`; if one is gone, this raises `AttributeError`.
     """
-    original = PreTrainedModel._move_missing_keys_from_meta_to_device
+    original_load = PreTrainedModel._load_pretrained_model
+    original_fill = PreTrainedModel._move_missing_keys_from_meta_to_device
+
+    def load(model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Any:
+        if is_fsdp_enabled() and not is_local_dist_rank_0():
+            load_config = dataclasses.replace(load_config, device_map={"": "meta"})
+        return original_load(model, state_dict, checkpoint_files, load_config)
 
     def fill(model: PreTrainedModel, *args: Any) -> None:
         if not is_fsdp_enabled() or is_local_dist_rank_0():
-            return original(model, *args)
+            return original_fill(model, *args)
 
         # Parameters and buffers are on the meta device here: they have a shape and a dtype, but no memory.
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             parent, _, local = name.rpartition(".")
             setattr(model.get_submodule(parent), local, _zeros_like(tensor))
 
-    return patch.object(PreTrainedModel, original.__name__, fill)
+    with (
+        patch.object(PreTrainedModel, original_load.__name__, staticmethod(load)),
+        patch.object(PreTrainedModel, original_fill.__name__, fill),
+    ):
+        yield
 
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:

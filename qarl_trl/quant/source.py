@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
@@ -17,7 +18,7 @@ from transformers import AutoConfig
 
 from .patterns import check_patterns, patterns_of
 from .quantize import LowBitWeight, compressor_of, meta_tensors, quantize_weight
-from .scheme import scheme_for
+from .scheme import MASTER_CAST_DTYPE, scheme_for
 
 
 # Arguments that both `from_pretrained` and `snapshot_download` take.
@@ -157,14 +158,36 @@ class QuantizedSource:
             without: Layers whose weights are left out; their biases are not.
         """
         for layer in self.layers.keys() - without:
-            yield f"{layer}.weight", self._decompressed(layer)["weight"]
+            scheme = self.layers[layer]
+            stored, _ = self._stored(layer)
+            yield f"{layer}.weight", compressor_of(scheme).decompress(stored, scheme)["weight"]
 
+        for name in self._names_of_plain(without):
+            yield name, self._read(name)
+
+    def dense_without_values(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """
+        The tensors of [`dense`], with its names and shapes, on the meta device. It refuses the same checkpoints.
+
+        Args:
+            without: As there.
+        """
+        for layer in self.layers.keys() - without:
+            _, shape = self._stored(layer)
+            yield f"{layer}.weight", torch.empty(shape, dtype=MASTER_CAST_DTYPE, device="meta")
+
+        for name in self._names_of_plain(without):
+            # A tensor of a file takes no memory until its values are read.
+            yield name, self._read(name).to("meta")
+
+    def _names_of_plain(self, without: Collection[str]) -> Iterator[str]:
+        """The names of the tensors that [`dense`] takes as they are stored."""
         # Of a layer in low bits only the bias is left: its other tensors became the weight, or are not wanted.
         not_plain = {*self.layers, *without}
         for name in self.files:
             layer, _, local = name.rpartition(".")
             if layer not in not_plain or local == "bias":
-                yield name, self._read(name)
+                yield name
 
     def low_bit_weight(self, layer: str, empty: LowBitWeight) -> LowBitWeight:
         """
@@ -202,8 +225,8 @@ class QuantizedSource:
                 "Use 'merged', or quantize it again (dtype bfloat16, actorder: static)."
             )
 
-    def _decompressed(self, layer: str) -> dict[str, Tensor]:
-        """The tensors of a layer as compressed-tensors decompresses them, among them `weight`."""
+    def _stored(self, layer: str) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+        """The tensors of a layer that compressed-tensors decompresses, and the shape of its weight."""
         scheme = self.layers[layer]
         compressor = compressor_of(scheme)
         # By the compressor's own list of names, without a bias.
@@ -219,7 +242,7 @@ class QuantizedSource:
                 raise self.broken(
                     f"{layer}.{local} must have shape {tuple(needed.shape)}, got {tuple(stored[local].shape)}"
                 )
-        return compressor.decompress(stored, scheme)
+        return stored, shape
 
     def _read(self, name: str) -> Tensor:
         return self._file(name).get_tensor(name)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationConfig
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.distributed.fsdp import is_fsdp_enabled
+from transformers.distributed.utils import is_local_dist_rank_0
 
 from .convert import apply_quantization
 from .gemms.gemm import GemmChoice, plain_gemm
@@ -122,11 +124,23 @@ def _from_tensors(
     frozen: Collection[str],
     **settings: Any,
 ) -> PreTrainedModel:
-    """A model with the dense tensors of a checkpoint, but without the weights of the layers in `frozen`."""
+    """
+    A model with the dense tensors of a checkpoint, but without the weights of the layers in `frozen`.
+
+    With FSDP's RAM-efficient loading the first process of a machine sends the others their shards. transformers (5.17)
+    makes the weights of the others zero, but only after it has loaded them.
+    """
+    if is_fsdp_enabled() and not is_local_dist_rank_0():
+        tensors = source.dense_without_values(without=frozen)
+        # Where transformers puts what it loads, before it makes the zeros on the CPU.
+        settings["device_map"] = {"": "meta"}
+    else:
+        tensors = source.dense(without=frozen)
+
     model, report = architecture.from_pretrained(
         None,
         config=config,
-        state_dict=dict(source.dense(without=frozen)),
+        state_dict=dict(tensors),
         dtype=dtype,
         output_loading_info=True,
         **settings,

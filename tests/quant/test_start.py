@@ -205,6 +205,31 @@ def test_an_unquantized_model_has_no_source(unquantized):
         load_master_weights(str(unquantized))
 
 
+# Without values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_process_without_weights_loads_has_the_names_and_shapes_of_the_weights(checkpoints, method):
+    source = quantized_source(str(checkpoints(method)))
+
+    for without in ((), (LAYER,)):
+        without_values = dict(source.dense_without_values(without))
+        assert all(tensor.is_meta for tensor in without_values.values())
+        shapes = {name: tensor.shape for name, tensor in source.dense(without)}
+        assert {name: tensor.shape for name, tensor in without_values.items()} == shapes
+        assert (f"{LAYER}.weight" in shapes) == (not without)  # control
+
+
+def test_a_process_without_weights_refuses_what_the_others_refuse(broken):
+    def cut(tensors):
+        tensors[f"{LAYER}.weight_scale"] = tensors[f"{LAYER}.weight_scale"][:, :1].contiguous()
+
+    source = quantized_source(broken(cut))
+    for read in (source.dense, source.dense_without_values):
+        with pytest.raises(ValueError, match="weight_scale must have shape"):
+            dict(read())
+
+
 # Where the checkpoint is --------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from slow.isolated import isolated_group
 from slow.processes import (
@@ -30,7 +30,7 @@ from slow.processes import (
     whole_arrays,
     whole_weights,
 )
-from slow.toys import forge, logged, random_adapter, save_model, stored_tensors, sync
+from slow.toys import forge, logged, make_tokenizer, random_adapter, save_model, stored_tensors, sync
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -93,9 +93,23 @@ def test_processes_train_one_model_and_every_engine_gets_it(tmp_path, fsdp, engi
         assert process["ratios"][1] != (1, 1)
 
 
-def _load_reference(model: str, folder: str) -> tuple[int, dict[str, np.ndarray]]:
-    """Bytes of the policy in this process before FSDP2 cuts it, and the whole reference model."""
-    trainer = trainer_of_two(model, folder, True, use_vllm=False, beta=0.1)
+def _load_reference(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Entries that transformers loads in this process, bytes of its policy before FSDP2 cuts it, and the reference."""
+    from transformers import core_model_loading
+
+    loaded = []
+    materialize = core_model_loading._materialize_copy
+
+    def counted(tensor: Any, *args: Any) -> torch.Tensor:
+        result = materialize(tensor, *args)
+        # What a file holds takes no memory, so it is no tensor yet.
+        was_in_memory = isinstance(tensor, torch.Tensor) and not tensor.is_meta
+        if was_in_memory or not result.is_meta:
+            loaded.append(result.numel())
+        return result
+
+    core_model_loading._materialize_copy = counted
+    trainer = trainer_of_two(model, folder, True, use_vllm=False, beta=0.1, **changes)
 
     # By address, since tied parameters share their memory.
     sizes = {}
@@ -106,20 +120,39 @@ def _load_reference(model: str, folder: str) -> tuple[int, dict[str, np.ndarray]
     reference = {}
     for name, shard in trainer.ref_model.named_parameters():
         reference[name] = shard.full_tensor().detach()
-    return sum(sizes.values()), as_arrays(reference)
+    return {"loaded": sum(loaded), "bytes": sum(sizes.values()), "reference": as_arrays(reference)}
 
 
-def test_one_process_of_a_machine_holds_the_weights_until_they_are_cut_and_the_reference_model_has_them_all(tmp_path):
-    """Eight processes would take 262 GB of host memory for 8B parameters. TRL leaves half of the reference at zero."""
+@pytest.mark.parametrize("quantized", [False, True])
+def test_one_process_of_a_machine_loads_the_weights_until_they_are_cut_and_the_reference_has_them_all(
+    tmp_path, quantized
+):
+    """
+    Eight processes would take 262 GB of host memory for 8B parameters. transformers loads all weights in each, TRL
+    leaves half of the reference at zero, and a quantized checkpoint is decompressed before either.
+    """
+    from qarl_trl.export import save_low_bit
+    from qarl_trl.quant import apply_quantization
+    from qarl_trl.quant.start import load_master_weights
+
     model = save_model(tmp_path / "model")
+    weights = stored_tensors(model)
+    changes = {}
+    if quantized:
+        low_bit = apply_quantization(AutoModelForCausalLM.from_pretrained(model), "W4A16")
+        model = str(tmp_path / "low_bit")
+        save_low_bit(low_bit, make_tokenizer(), model)
+        weights = load_master_weights(model).state_dict()
+        changes = {"quant_scheme": "checkpoint"}
 
-    first, second = isolated_group(_load_reference, 2, model, str(tmp_path / "run"))
-    bytes_of_first, reference = first
-    bytes_of_second, _ = second
+    first, second = isolated_group(_load_reference, 2, model, str(tmp_path / "run"), changes)
 
-    assert bytes_of_first > 1_000_000
-    assert bytes_of_second < bytes_of_first / 1000
-    assert same(reference, as_arrays(stored_tensors(model)))
+    # Policy and reference.
+    assert first["loaded"] == 2 * sum(weight.numel() for weight in weights.values())
+    assert second["loaded"] == 0
+    assert first["bytes"] > 1_000_000
+    assert second["bytes"] < first["bytes"] / 1000
+    assert same(first["reference"], as_arrays(weights))
 
 
 # Metrics -------------------------------------------------------------------------------------------------------------
