@@ -14,6 +14,7 @@ from transformers.distributed.fsdp import is_fsdp_enabled
 
 from .._compat.sharding import is_zero3
 from ..quant.names import architecture_of
+from ..quant.scheme import MASTER_CAST_DTYPE
 from .model import skeleton
 from .types import RunSettings
 
@@ -24,7 +25,10 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_host_memory(
-    config: PretrainedConfig | None, args: RunSettings, teacher: PretrainedConfig | None = None
+    config: PretrainedConfig | None,
+    args: RunSettings,
+    teacher: PretrainedConfig | None = None,
+    is_quantized: bool = False,
 ) -> None:
     """
     Refuse models that the processes of this machine cannot hold while they load.
@@ -37,41 +41,68 @@ def check_host_memory(
             checked.
         args: Settings of the run.
         teacher: The config of a distillation's teacher, which loads while the model is in memory; `None` without one.
+        is_quantized: Whether the model is a quantized checkpoint, which is decompressed as a whole.
 
     Raises:
         ValueError: with the memory that is needed and the memory that is free.
     """
-    if is_zero3(args):  # which loads in pieces, as a frozen base does
-        return
-
-    # TRL's default. That of transformers, by which it loads a teacher, is the checkpoint's dtype.
-    dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"
-    of_model = 0 if args.frozen else _bytes_of(config, dtype, args)
-    dtype_of_teacher = _dtype_of_teacher(teacher, args)
-    of_teacher = _bytes_of(teacher, dtype_of_teacher, args)
-    if of_model + of_teacher == 0:
+    loading = _models_that_load(config, args, teacher, is_quantized)
+    if not loading:
         return
 
     copies = _copies_per_machine()
-    needed = copies * (of_model + of_teacher)
+    needed = copies * sum(loading.values())
     free = available_memory()
     # A process that begins to load takes memory, which the others would no longer measure as free.
     args.distributed_state.wait_for_everyone()
 
-    if _loads_onto_device(args):
-        return
-
     if needed > free:
-        held = []
-        if of_model:
-            held.append(f"the model in {dtype}")
-        if of_teacher:
-            held.append(f"its teacher in {dtype_of_teacher}")
         raise ValueError(
             f"Loading needs {needed / GIB:.0f} GiB of host memory, and {free / GIB:.0f} GiB are free: "
-            f"{copies} processes of this machine hold {' and '.join(held)}. "
+            f"{copies} processes of this machine hold {' and '.join(loading)}. "
             "With FSDP2 (recipes/accelerate/fsdp2.yaml) one of them does."
         )
+
+
+def _models_that_load(
+    config: PretrainedConfig | None, args: RunSettings, teacher: PretrainedConfig | None, is_quantized: bool
+) -> dict[str, int]:
+    """Bytes of what a process holds on the host while it loads, each with a name; without what takes none."""
+    # TRL's default. That of transformers, by which it loads a teacher, is the checkpoint's dtype.
+    dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"
+    decompresses = is_quantized and not args.frozen
+    # At least: compressed-tensors decompresses into the dtype of the scales.
+    of_checkpoint = _bytes_of(config, MASTER_CAST_DTYPE, args) if decompresses else 0
+    of_model = 0 if args.frozen else _bytes_of(config, dtype, args)
+    dtype_of_teacher = _dtype_of_teacher(teacher, args)
+    of_teacher = _bytes_of(teacher, dtype_of_teacher, args)
+
+    if is_zero3(args):
+        # It loads files in pieces, as a frozen base does. But each process decompresses a whole checkpoint.
+        of_model = 0
+        of_teacher = 0
+    elif dtype == "auto" or _bytes_per_parameter(dtype) == MASTER_CAST_DTYPE.itemsize:
+        # The decompressed weights become the model's.
+        of_checkpoint = 0
+
+    if _loads_onto_device(args):
+        of_teacher = 0
+        # What is decompressed becomes a model on the CPU.
+        if not decompresses:
+            of_model = 0
+
+    # The decompressed weights are gone when the teacher loads.
+    if of_teacher > of_checkpoint:
+        of_checkpoint = 0
+    else:
+        of_teacher = 0
+
+    sizes = {
+        f"the model in {dtype}": of_model,
+        f"its teacher in {dtype_of_teacher}": of_teacher,
+        "its decompressed checkpoint": of_checkpoint,
+    }
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _loads_onto_device(args: RunSettings) -> bool:

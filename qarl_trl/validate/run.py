@@ -86,7 +86,8 @@ def check_run(
 
     # A model that was passed as a module is in memory already.
     loads_master_weights = isinstance(model, str) and bool(trainer_arguments)
-    check_host_memory(config if loads_master_weights else None, args, teacher_to_load(args, trainer_arguments))
+    loaded = config if loads_master_weights else None
+    check_host_memory(loaded, args, teacher_to_load(args, trainer_arguments), is_quantized=source is not None)
 
     # This comes last because it creates the repository, which a run that is refused must not do.
     if args.push_to_hub:

@@ -1,6 +1,7 @@
 """`qarl_trl.validate.memory`: a model that the machine's memory does not hold."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,6 +14,8 @@ from toy_runs import adapter
 from trainers.runs import pairs, settings
 
 from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, QaRLTrainer
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
 from qarl_trl.validate import check_run, config_of, memory, skeleton
 from qarl_trl.validate.memory import available_memory, check_host_memory
 
@@ -41,6 +44,49 @@ def test_a_model_that_the_host_cannot_hold_is_refused_before_it_loads(tmp_path, 
     # With FSDP one process reads the weights for all.
     monkeypatch.setattr(memory, "is_fsdp_enabled", lambda: True)
     check_host_memory(model_config, args)
+
+
+def test_a_quantized_checkpoint_is_decompressed_beside_the_model(tmp_path, monkeypatch, tiny_model):
+    path = str(tmp_path / "model")
+    save_low_bit(apply_quantization(tiny_model(num_hidden_layers=1), "W4A16"), make_tokenizer(), path)
+    args = config(tmp_path / "run", quant_scheme="checkpoint")
+    bfloat16 = config(tmp_path / "run", quant_scheme="checkpoint", model_init_kwargs={"dtype": "bfloat16"})
+    number = sum(param.numel() for param in skeleton(config_of(path, args), args).parameters())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+
+    def refused(free, args):
+        monkeypatch.setattr(memory, "available_memory", lambda: free)
+        try:
+            check_run(path, args, {"train_dataset": None})
+        except ValueError as error:
+            return str(error)
+        return None
+
+    words = "8 processes of this machine hold the model in float32 and its decompressed checkpoint"
+    assert words in refused(8 * (4 + 2) * number - 1, args)
+    assert refused(8 * (4 + 2) * number, args) is None  # control
+
+    # The decompressed weights are the model's.
+    assert "hold the model in bfloat16." in refused(8 * 2 * number - 1, bfloat16)
+    assert refused(8 * 2 * number, bfloat16) is None
+
+    # The only GPU of a run gets the model after it was made on the CPU, while a file would load onto it.
+    model_config = config_of(path, args)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(args), "device", torch.device("cuda"))
+        patched.setattr(memory, "available_memory", lambda: 1)
+        check_host_memory(model_config, args)
+        with pytest.raises(ValueError, match="the model in float32 and its decompressed checkpoint"):
+            check_host_memory(model_config, args, is_quantized=True)
+
+    # ZeRO-3 cuts the model while it loads, and each process has decompressed a whole checkpoint before.
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+    monkeypatch.setattr(memory, "available_memory", lambda: 8 * 2 * number - 1)
+    check_host_memory(model_config, args)
+    with pytest.raises(ValueError, match="8 processes of this machine hold its decompressed checkpoint"):
+        check_host_memory(model_config, args, is_quantized=True)
+    monkeypatch.setattr(memory, "available_memory", lambda: 8 * 2 * number)
+    check_host_memory(model_config, args, is_quantized=True)
 
 
 @pytest.mark.parametrize(

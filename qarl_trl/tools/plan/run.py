@@ -121,6 +121,7 @@ class Run:
         utilization: `vllm_gpu_memory_utilization`.
         sleep: Whether the engine sleeps between rollouts.
         frozen: `lora_base: frozen`: of the base there are only quantized values.
+        decompresses: Whether a quantized checkpoint is decompressed as a whole when the run starts.
         keeps_matrices: `quant_keep_matrices`.
         engine_kernel: Whether the learner's kernels are the engine's (`quant_kernel: engine`), which lay the quantized
             values out again.
@@ -151,6 +152,7 @@ class Run:
     utilization: float
     sleep: bool
     frozen: bool = False
+    decompresses: bool = False
     keeps_matrices: bool = False
     engine_kernel: bool = False
     engine_ranks: int = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..run import FLOAT32, Parameter, Run
+from ..run import BFLOAT16, FLOAT32, Parameter, Run
 
 
 # GPUs of a machine, whose processes share its memory; assumed, as of machines with NVLink.
@@ -152,8 +152,17 @@ def host_bytes(run: Run) -> int:
     loaded = sum(parameter.entries * parameter.size or parameter.stored for parameter in run.parameters)
     size = copies * max(loaded, optimizer_state(run, paged=True))
 
+    beside = copies * sum(
+        BFLOAT16 * parameter.entries for parameter in run.parameters if _is_decompressed(run, parameter)
+    )
     if run.teacher is not None:
-        # Beside the student: TRL loads both before either is on its GPU. No adapter freezes a teacher's base.
+        # TRL loads both before either is on its GPU. No adapter freezes a teacher's base.
         copies = 1 if run.fsdp2 else min(run.ranks, MACHINE)
-        size += copies * sum(parameter.entries * parameter.size for parameter in run.teacher.parameters)
-    return size
+        of_teacher = copies * sum(parameter.entries * parameter.size for parameter in run.teacher.parameters)
+        beside = max(beside, of_teacher)
+    return size + beside
+
+
+def _is_decompressed(run: Run, parameter: Parameter) -> bool:
+    """Whether a parameter loads from a decompressed weight, which does not become its own."""
+    return run.decompresses and not parameter.in_adapter and parameter.size > BFLOAT16
