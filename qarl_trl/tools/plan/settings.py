@@ -15,6 +15,7 @@ from ...quant.supported import SchemeSupport
 from ...rollout.scheme_support import default_engine_kwargs
 from ...trainers.teacher import base_never_changes, check_own_start, loading_of_own_start
 from ...validate.kv_cache import check_cache_device
+from ...validate.parallel import check_parallel
 from ...validate.teacher import check_same_vocabulary
 from .memory.engine import WITHOUT_CACHE
 from .model import model_without_weights, parameters, read_config
@@ -60,6 +61,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
 
     adapter = _adapter_of(model_args)
     model = model_without_weights(config, _dtype_of(config, settings, model_args), adapter, quantization)
+    check_parallel(model, settings)
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
     if settings.frozen and (adapter is None or num_experts(config)):
         raise ValueError("lora_base='frozen' needs use_peft: true, and a model without experts.")
@@ -81,6 +83,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         # A server has GPUs of its own, and stays awake.
         sleep=engine == "colocate" and settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
+        decompresses=settings.from_checkpoint and not settings.frozen,
         keeps_matrices=settings.quant_keep_matrices,
         engine_kernel=settings.quantize_learner and settings.quant_kernel == "engine",
         engine_ranks=engine_ranks,

@@ -1,5 +1,6 @@
 """`qarl-trl plan`: recipes, the table and refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,17 @@ def test_a_gpu_without_a_kernel_is_no_fit(capsys):
     assert "does not run" not in printed.out
 
 
+def test_an_engine_whose_gpus_would_cut_a_group_does_not_fit():
+    recipe = RECIPES / "qwen3-30b-a3b-base" / "w4a16_qarl_tbpo.yaml"
+
+    # 768 inputs of each expert.
+    with pytest.raises(
+        ValueError, match="got 192 of the 768 inputs.*quant_group_size: 64 or vllm_tensor_parallel_size: 2"
+    ):
+        run_of(recipe, 8, 139, "fsdp2", "--vllm_tensor_parallel_size", 4)
+    assert run_of(recipe, 8, 139, "fsdp2", "--vllm_tensor_parallel_size", 2).engine_ranks == 2  # control
+
+
 def test_a_lever_that_the_recipe_has_changes_nothing(capsys):
     recipe = RECIPES / "one_gpu" / "qwen2.5-7b_frozen.yaml"
     _, printed = plan(capsys, "--config", recipe, "--gpu", "4090")
@@ -122,6 +134,15 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
     assert sharded == 4 * 8_190_735_360
     # 8 of the 16 processes are on one machine.
     assert copied == 8 * sharded
+
+
+def test_a_quantized_checkpoint_is_decompressed_beside_the_model():
+    run = run_of(EIGHT_GPUS)
+    in_bfloat16 = run_of(EIGHT_GPUS, 8, 79, "fsdp2", "--dtype", "bfloat16")
+
+    # Two bytes for each of Qwen3-8B's parameters, unless they become those of the model.
+    assert host_bytes(replace(run, decompresses=True)) == host_bytes(run) + 2 * 8_190_735_360
+    assert host_bytes(replace(in_bfloat16, decompresses=True)) == host_bytes(in_bfloat16)
 
 
 @pytest.mark.parametrize(
