@@ -158,7 +158,9 @@ def _describe_checkpoints(args: Any) -> str:
     else:
         when = f"every {args.save_steps:g} updates"
 
-    kept = "all stay" if args.save_total_limit is None else f"the last {args.save_total_limit} stay"
+    # 0 and below limit nothing, as for `checkpoints.folder.rotate`.
+    limit = args.save_total_limit or 0
+    kept = f"the last {limit} stay" if limit > 0 else "all stay"
     return f"{when}, in {Path(args.output_dir).absolute()}; {kept}"
 
 

@@ -564,6 +564,11 @@ PLANS = {
         ["--save_steps", "20", "--save_total_limit", "3"],
         {"checkpoints": "every 20 updates, in {out}; the last 3 stay"},
     ),
+    # transformers takes it for no limit.
+    "checkpoints without a limit": (
+        ["--save_steps", "20", "--save_total_limit", "0"],
+        {"checkpoints": "every 20 updates, in {out}; all stay"},
+    ),
     "a part of the run": (["--save_steps", "0.1"], {"checkpoints": "every 10% of the run, in {out}; all stay"}),
     "none": (["--save_strategy", "no"], {"checkpoints": "none, so nothing can be resumed"}),
     "merged adapter": (
