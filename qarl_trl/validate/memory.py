@@ -69,10 +69,10 @@ def _models_that_load(
 ) -> dict[str, int]:
     """Bytes of what a process holds on the host while it loads, each with a name; without what takes none."""
     # TRL's default. That of transformers, by which it loads a teacher, is the checkpoint's dtype.
-    dtype = (args.model_init_kwargs or {}).get("dtype") or "float32"
+    dtype = _name_of_dtype((args.model_init_kwargs or {}).get("dtype") or "float32", config)
     decompresses = is_quantized and not args.frozen
     # At least: compressed-tensors decompresses into the dtype of the scales.
-    of_checkpoint = _bytes_of(config, MASTER_CAST_DTYPE, args) if decompresses else 0
+    of_checkpoint = _bytes_of(config, str(MASTER_CAST_DTYPE).removeprefix("torch."), args) if decompresses else 0
     of_model = 0 if args.frozen else _bytes_of(config, dtype, args)
     dtype_of_teacher = _dtype_of_teacher(teacher, args)
     of_teacher = _bytes_of(teacher, dtype_of_teacher, args)
@@ -81,7 +81,7 @@ def _models_that_load(
         # It loads files in pieces, as a frozen base does. But each process decompresses a whole checkpoint.
         of_model = 0
         of_teacher = 0
-    elif dtype == "auto" or _bytes_per_parameter(dtype) == MASTER_CAST_DTYPE.itemsize:
+    elif _bytes_per_parameter(dtype) == MASTER_CAST_DTYPE.itemsize:
         # The decompressed weights become the model's.
         of_checkpoint = 0
 
@@ -111,7 +111,7 @@ def _loads_onto_device(args: RunSettings) -> bool:
     return args.device.type == "cuda" and is_alone and "device_map" not in (args.model_init_kwargs or {})
 
 
-def _bytes_of(config: PretrainedConfig | None, dtype: Any, args: RunSettings) -> int:
+def _bytes_of(config: PretrainedConfig | None, dtype: str, args: RunSettings) -> int:
     """Bytes of a model that loads; 0 without one, or if transformers does not know it."""
     if config is None or architecture_of(config) is None:
         return 0
@@ -124,15 +124,19 @@ def _dtype_of_teacher(config: PretrainedConfig | None, args: RunSettings) -> str
     if config is None:
         return ""
     dtype = (getattr(args, "teacher_model_init_kwargs", None) or {}).get("dtype")
-    if dtype in (None, "auto"):
-        dtype = config.dtype or "float32"
+    return _name_of_dtype(dtype or "auto", config)
+
+
+def _name_of_dtype(dtype: Any, config: PretrainedConfig | None) -> str:
+    """The name of a dtype in which a model loads. That of "auto" is the checkpoint's, as its config says."""
+    if dtype == "auto":
+        # Without a word of the config it is known when the model has loaded, so it counts as the largest.
+        dtype = getattr(config, "dtype", None) or "float32"
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes_per_parameter(dtype: Any) -> int:
-    """Bytes of one number of a `torch.dtype`, or of a dtype's name."""
-    name = str(dtype).removeprefix("torch.")
-    # The dtype of "auto" is not known before the model loads, so it counts as the largest.
+def _bytes_per_parameter(name: str) -> int:
+    """Bytes of one number, by the name of its dtype."""
     return getattr(torch, name, torch.float32).itemsize
 
 

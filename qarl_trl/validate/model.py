@@ -104,8 +104,12 @@ def changed_by_loading(model: str, config: PretrainedConfig, args: RunSettings) 
 
 def _config_of_name(model: str, args: RunSettings) -> PretrainedConfig:
     """The config of a folder or of a model on the Hub."""
+    arguments = loading_arguments(args)
+    # transformers would write this word into the config, in place of the dtype of the checkpoint.
+    if arguments.get("dtype") == "auto":
+        del arguments["dtype"]
     try:
-        return AutoConfig.from_pretrained(model, **loading_arguments(args))
+        return AutoConfig.from_pretrained(model, **arguments)
     except OSError as error:
         if Path(model).exists():
             raise

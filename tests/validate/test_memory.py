@@ -89,6 +89,26 @@ def test_a_quantized_checkpoint_is_decompressed_beside_the_model(tmp_path, monke
     check_host_memory(model_config, args, is_quantized=True)
 
 
+def test_the_dtype_auto_counts_as_that_of_the_checkpoint(tmp_path, monkeypatch, tiny_model):
+    path = str(tmp_path / "model")
+    tiny_model(num_hidden_layers=1).bfloat16().save_pretrained(path)
+    args = config(tmp_path, model_init_kwargs={"dtype": "auto"})
+    model_config = config_of(path, args)
+    in_bfloat16 = 2 * sum(param.numel() for param in skeleton(model_config, args).parameters())  # bytes
+
+    monkeypatch.setattr(memory, "available_memory", lambda: in_bfloat16)
+    check_host_memory(model_config, args)
+
+    # Controls: one byte too few, and a config that does not say its dtype.
+    monkeypatch.setattr(memory, "available_memory", lambda: in_bfloat16 - 1)
+    with pytest.raises(ValueError, match="hold the model in bfloat16"):
+        check_host_memory(model_config, args)
+    monkeypatch.setattr(memory, "available_memory", lambda: in_bfloat16)
+    model_config.dtype = None
+    with pytest.raises(ValueError, match="hold the model in float32"):
+        check_host_memory(model_config, args)
+
+
 @pytest.mark.parametrize(
     ("changes", "distributed_type", "needs_the_host"),
     [
