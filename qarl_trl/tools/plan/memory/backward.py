@@ -228,7 +228,7 @@ def backward_work(run: Run) -> int:
 
 
 def _head_work(run: Run) -> int:
-    """Bytes of the fused head: float32 gradients of its input and of its weight, and a tile of logits."""
+    """Bytes of the fused head: float32 gradients of its input and, if it is trained, its weight; a tile of logits."""
     tokens = rows_of_pass(run) * run.tokens
     entry = run.compute
     if run.teacher is not None:
@@ -238,7 +238,20 @@ def _head_work(run: Run) -> int:
         entry = 2 * FLOAT32 + (run.compute if run.compute != FLOAT32 else 0)
 
     tile = min(tokens, TILE[0]) * TILE[1] * entry
-    return FLOAT32 * run.config.hidden_size * (tokens + run.config.vocab_size) + tile
+    # TRL's kernels make a gradient of the weight only where autograd asks for it (`needs_weight_grad`).
+    rows = tokens + (run.config.vocab_size if _head_is_trained(run) else 0)
+    return FLOAT32 * run.config.hidden_size * rows + tile
+
+
+def _head_is_trained(run: Run) -> bool:
+    """Whether the output layer is trained."""
+    # The last matrix outside the layers: an embedding is the first of two, or both in one.
+    matrices = [
+        parameter
+        for parameter in run.parameters
+        if not parameter.layer and not parameter.in_adapter and len(parameter.shape) > 1
+    ]
+    return matrices[-1].trained
 
 
 def compared_states(run: Run) -> int:
@@ -289,7 +302,7 @@ def _of_teacher(run: Run, teacher: Teacher) -> Run:
 
 
 def _layer_work(run: Run) -> float:
-    """Bytes of the gradients in one layer, and of one matrix."""
+    """Bytes of the gradients in one layer, and of one matrix with its gradient."""
     share = GRADIENT_SHARE
     if run.low_bit_forward and any(parameter.rounds_inputs for parameter in run.parameters):
         share = GRADIENT_SHARE_OF_QUANTIZED_INPUTS
@@ -301,8 +314,8 @@ def _layer_work(run: Run) -> float:
     free_by_now = head_saved(run)
     per_token = gradients + computed_again - free_by_now
 
-    # The dequantized matrix, and the product that is its gradient.
-    matrices = 2 * run.compute * _largest_entries(run)
+    # The dequantized matrix and, if it is trained, the product that is its gradient.
+    matrices = run.compute * max(parameter.entries * (1 + parameter.trained) for parameter in run.in_layers)
     return rows_of_pass(run) * run.tokens * per_token + matrices
 
 
@@ -310,7 +323,7 @@ def _cast_gradient(run: Run) -> int:
     """Bytes of the float32 copy of a matrix's gradient, which autocast makes of a smaller dtype."""
     if run.compute >= FLOAT32:
         return 0
-    return FLOAT32 * _largest_entries(run)
+    return FLOAT32 * max((parameter.entries for parameter in run.in_layers if parameter.trained), default=0)
 
 
 def _gathered_layers(run: Run) -> int:

@@ -40,9 +40,9 @@ def test_a_norm_of_whole_queries_counts_once():
 # Activations --------------------------------------------------------------------------------------------------------
 
 
-def prepared(kind, layers, dtype, scheme):
+def prepared(kind, layers, dtype, scheme, **sizes):
     """A model as the trainer prepares it."""
-    model = make_model(kind, num_hidden_layers=layers, dtype=dtype, **WIDE).train()
+    model = make_model(kind, num_hidden_layers=layers, dtype=dtype, **WIDE, **sizes).train()
     if scheme:
         apply_quantization(model, scheme)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
@@ -122,6 +122,31 @@ def test_peak_of_a_backward(monkeypatch, kind, scheme, checkpointing, tile):
     else:
         wrong = replace(run_of(2), config=prepared(kind, 2, torch.float32, None).config)
     assert two_passes != pytest.approx(estimated_peak(wrong), rel=0.1)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", None])
+def test_what_is_frozen_has_no_gradient(monkeypatch, scheme):
+    """Within 10 %, of short rows, whose weights outweigh activations; norms alone are trained."""
+    small_tiles(monkeypatch)
+    # A vocabulary whose weight outweighs a layer, as in a real model.
+    model = prepared("qwen3", 2, torch.float32, scheme, vocab_size=8192)
+    for name, param in model.named_parameters():
+        param.requires_grad_("norm" in name)
+    if scheme:
+        low_bit_store(model).will_be_told()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Makes gradients and quantized values, which stay.
+    update(model, 64, 1)
+
+    changes = {"rows": 1, "tokens": 256, "budget": 256, "low_bit_forward": scheme is not None}
+    run = example_run(model, model.config, muon=False, accumulation=2, **changes)
+    peak = peak_bytes(lambda: update(model, 256, 1))
+
+    assert peak == pytest.approx(estimated_peak(run), rel=0.1)
+
+    # Control: the formulas of a model that is trained, whose head makes a gradient of its weight.
+    trained = replace(run, parameters=tuple(replace(one, optimizer="adamw_torch") for one in run.parameters))
+    assert estimated_peak(trained) > 1.5 * peak
 
 
 def test_products_change_no_peak(monkeypatch):
