@@ -21,7 +21,7 @@ from ...quant.layers.layer import LowBitLayer, quantized_modules
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
 from ...quant.sharding.gathers import can_gather_quantized
-from .run import Parameter
+from .run import FLOAT32, Parameter
 
 
 # The relevant fields of config.json for each model that README, recipes and TRL's docs name; its variants share them.
@@ -102,7 +102,9 @@ def model_without_weights(
     return model
 
 
-def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = False) -> tuple[Parameter, ...]:
+def parameters(
+    model: nn.Module, optim: str, ranks: int = 1, frozen: bool = False, in_float32: bool = False
+) -> tuple[Parameter, ...]:
     """
     The parameters of a model, tied ones once.
 
@@ -111,6 +113,7 @@ def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = Fals
         optim: TRL's `optim`, or `"muon"`.
         ranks: Number of processes if FSDP2 gathers quantized values, else 1.
         frozen: Whether low-bit weights have no master weights.
+        in_float32: Whether all that is trained is float32, whatever dtype the model loads in.
     """
     optimizers: dict[str, str] = {}
     other_optimizer = optim
@@ -128,6 +131,8 @@ def parameters(model: nn.Module, optim: str, ranks: int = 1, frozen: bool = Fals
         size = param.element_size()
         if frozen and low_bit:
             size = 0
+        if in_float32 and param.requires_grad:
+            size = FLOAT32
 
         optimizer = ""
         if param.requires_grad:

@@ -68,8 +68,11 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
 
     fsdp2 = gpus > 1 and hardware.sharding != "ddp"
     ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1
+    # accelerate 1.15 (`fsdp2_prepare_model`) makes what is trained float32 before it shards a model in mixed
+    # precision: the policy, and a reference model of its size. It leaves the base of an adapter as it is.
+    in_float32 = fsdp2 and settings.bf16
     return Run(
-        parameters=parameters(model, _optimizer_of(settings), ranks_that_gather, settings.frozen),
+        parameters=parameters(model, _optimizer_of(settings), ranks_that_gather, settings.frozen, in_float32),
         config=config.get_text_config(),
         low_bit_forward=quantization is not None and settings.quantize_learner,
         memory=int(hardware.memory * GIB),

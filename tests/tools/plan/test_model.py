@@ -2,11 +2,17 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.store import iter_low_bit_weights, low_bit_store
@@ -66,6 +72,39 @@ def test_an_adapter_without_weights_is_that_of_a_real_model_and_fills_nothing():
     assert counted == meta.parameters(get_peft_model(real, adapter), "adamw_torch")
     # Control: PEFT draws for the real one.
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def accelerator():
+    """What accelerate's function reads of an `Accelerator` in the first of eight processes, which move nothing."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False
+    )
+    yield SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="bf16",
+        is_main_process=False,
+        device=torch.device("cpu"),
+        torch_device_mesh=init_device_mesh("cpu", (8,), mesh_dim_names=("shards",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("shards",)),
+    )
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_accelerate_makes_what_is_trained_float32_in_mixed_precision(accelerator, precision):
+    accelerator.mixed_precision = precision
+    model = make_model("qwen3", dtype=torch.bfloat16)
+    model.model.embed_tokens.requires_grad_(False)
+    counted = meta.parameters(model, "adamw_torch", in_float32=precision == "bf16")
+
+    sharded = fsdp2_prepare_model(accelerator, model)
+
+    sizes = {name: param.element_size() for name, param in sharded.named_parameters()}
+    assert sizes == {parameter.name: parameter.size for parameter in counted}
+    # Control: both sizes come, or one.
+    assert set(sizes.values()) == ({2, 4} if precision == "bf16" else {2})
 
 
 # As the model cards count them.

@@ -77,6 +77,31 @@ def test_a_cache_of_a_given_size_does_not_depend_on_the_share(tmp_path):
     assert moments(run)["rollout"]["key-value cache"] > 60 * GIB
 
 
+def test_fsdp2_trains_in_float32_whatever_dtype_loads(tmp_path):
+    """accelerate makes what is trained float32, and a reference too (`test_model.py`)."""
+
+    def run_on_eight(*argv, sharding="fsdp2"):
+        settings, model_args = read_settings(
+            [*recipe(tmp_path, **SIZES), "--beta", "0.04", "--optim", "adamw_torch", *argv], 8
+        )
+        return run_of(settings, model_args, Hardware(8, 79, sharding))
+
+    float32 = moments(run_on_eight("--dtype", "float32"))["backward"]
+    for dtype in ("bfloat16", "auto"):
+        sharded = moments(run_on_eight("--dtype", dtype))["backward"]
+        for item in ("master weights", "gradients", "optimizer state", "reference model"):
+            assert sharded[item] == float32[item]
+
+    # Controls: DDP shards nothing, without mixed precision nothing is cast, and neither is the base of an adapter.
+    ddp = run_on_eight("--dtype", "bfloat16", sharding="ddp")
+    unmixed = run_on_eight("--dtype", "bfloat16", "--bf16", "false", "--quant_scheme", "none", "--loss_type", "grpo")
+    for run in (ddp, unmixed):
+        assert {parameter.size for parameter in run.parameters} == {2}
+    lora = run_on_eight("--dtype", "bfloat16", "--use_peft", "true", "--lora_dropout", "0")
+    for parameter in lora.parameters:
+        assert parameter.size == (4 if parameter.in_adapter else 2)
+
+
 @pytest.mark.parametrize(
     ("argv", "laid_out_again"),
     [
