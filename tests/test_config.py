@@ -68,6 +68,10 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         (VLLM | {"vllm_engine_kwargs": {"logits_processors": ["mine:Budget"]}}, "logits_processors"),
         (VLLM | {"generation_kwargs": {"logits_processors": ["mine:Budget"]}}, "logits_processors"),
         (VLLM | {"vllm_engine_kwargs": {"watermark_config": {"algorithm": "gumbel"}}}, "watermark_config"),
+        *(
+            (VLLM | {"vllm_engine_kwargs": {"kv_cache_memory_bytes": size}}, "kv_cache_memory_bytes must be a number")
+            for size in ("8GiB", 0, 0.5)
+        ),
         (VLLM | {"generation_kwargs": {"frequency_penalty": 0.1}}, "frequency_penalty"),
         (VLLM | {"generation_kwargs": {"n": 2}}, "n=2"),
         # Without an engine there is no mismatch, and it would never stop a run.
@@ -114,6 +118,7 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         VLLM | {"top_p": 0.9, "vllm_importance_sampling_correction": False},
         VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a:B"]}, "vllm_importance_sampling_correction": False},
         VLLM | {"vllm_engine_kwargs": {"logits_processors": [], "enforce_eager": True}},
+        *(VLLM | {"vllm_engine_kwargs": {"kv_cache_memory_bytes": size}} for size in (2**33, 8e9, None)),
         VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a:B"]}, "quant_scheme": "none", "loss_type": "grpo"},
         # Sampled by the learner itself.
         {"top_p": 0.9},

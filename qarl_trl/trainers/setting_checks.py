@@ -238,8 +238,22 @@ def check_engine(args: Any) -> None:
     temperature = getattr(args, "temperature", 1.0)
     if args.has_engine and temperature < COLDEST:
         raise ValueError(f"temperature must be at least {COLDEST} with vLLM, got {temperature}.")
+    _check_cache_size(args)
     _check_ranks(args)
     _check_drafts(args)
+
+
+def _check_cache_size(args: Any) -> None:
+    """Refuse (`ValueError`) a size of the engine's cache with a unit: vLLM says so after the model has loaded."""
+    size = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")
+    if size is None:
+        return
+    # vLLM also takes a float without a fraction.
+    if not (isinstance(size, int | float) and size > 0 and size % 1 == 0):
+        raise ValueError(
+            f"vllm_engine_kwargs: kv_cache_memory_bytes must be a number of bytes above 0, got {size!r}. 8 GiB are "
+            f"{8 * 2**30}."
+        )
 
 
 def _check_ranks(args: Any) -> None:

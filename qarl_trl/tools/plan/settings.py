@@ -98,7 +98,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         sampled_rows=_sampled_rows(settings),
         accumulation=settings.gradient_accumulation_steps,
         cache_entry=1 if settings.has_low_bit_cache else 2,
-        cache_size=settings.engine_kwargs.get("kv_cache_memory_bytes") if engine else None,
+        cache_size=_cache_size(settings) if engine else None,
         eager=bool((default_engine_kwargs(model) | settings.engine_kwargs).get("enforce_eager")),
         # Without an engine nothing here asks for vLLM's kernels.
         kernels=_kernels(quantization) if engine else (),
@@ -110,6 +110,12 @@ def _kernels(quantization: QuantizationConfig | None) -> tuple[SchemeSupport, ..
     if quantization is None:
         return ()
     return tuple(dict.fromkeys(support_of(scheme) for scheme in quantization.config_groups.values()))
+
+
+def _cache_size(settings: Any) -> int | None:
+    """Bytes of the engine's key-value cache on each GPU; `None`: what its share leaves."""
+    size = settings.engine_kwargs.get("kv_cache_memory_bytes")
+    return None if size is None else int(size)
 
 
 def _longest_row(settings: Any) -> int:
