@@ -12,6 +12,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from transformers.utils import is_bitsandbytes_available
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
+from .._compat.versions import check_versions
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER
 from ..quant.layers.layer import quantized_modules
@@ -100,6 +101,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         raise ValueError("lora_base='frozen' needs peft_config, and the name of a model: it never loads whole.")
 
     adapters = adapter_configs(model, peft_config)
+    if adapters:
+        check_versions("peft")
     for adapter in adapters:
         check_adapter(adapter, args)
     if adapters and not isinstance(model, str):

@@ -34,11 +34,6 @@ def check_placement(args: RunSettings) -> None:
     if args.frozen and zero3:
         raise ValueError("lora_base='frozen' runs on one process, DDP or FSDP2. Or use 'merged'.")
 
-    if args.quant_keep_matrices and (fsdp or zero3):
-        raise ValueError(
-            "quant_keep_matrices must be false under FSDP2 and ZeRO-3, which free the weights of a layer after use."
-        )
-
     if fsdp:
         _check_fsdp(fsdp)
         if args.world_size > 1 and not shards_on(args.device):
@@ -47,8 +42,26 @@ def check_placement(args: RunSettings) -> None:
                 "On a CPU use torchrun without FSDP (docs/many_gpus.md)."
             )
 
+    if fsdp or zero3:
+        check_sharded(args)
+
+
+def check_sharded(args: RunSettings) -> None:
+    """
+    The checks of a run under FSDP2 or ZeRO-3 that ask the settings alone.
+
+    Args:
+        args: Settings of the run.
+
+    Raises:
+        ValueError: for matrices that stay, and for schemes that cannot be sharded.
+    """
+    if args.quant_keep_matrices:
+        raise ValueError(
+            "quant_keep_matrices must be false under FSDP2 and ZeRO-3, which free the weights of a layer after use."
+        )
     plan = args.quant_plan()
-    if plan is not None and (fsdp or zero3):
+    if plan is not None:
         check_shardable(plan)
 
 

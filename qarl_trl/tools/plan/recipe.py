@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ...methods import QARL, Method
 from ...train import parse
+from ...validate.rollouts import check_processes
 
 
 # Fields of a recipe and the value of each, as a command line has it: {"optim": "adamw_8bit"}.
@@ -71,6 +72,8 @@ def read_settings(
         # Any device: the GPUs that it is meant for are not here.
         argv = [*argv, *as_arguments(options or {})]
         _, settings, model_args = parse(argv, any_device=True, method=method, without=without)
+        # The trainer asks this at its start, on the machine with the GPUs. The data are not read here.
+        check_processes(settings, {})
     return settings, model_args
 
 

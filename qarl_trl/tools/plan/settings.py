@@ -13,9 +13,12 @@ from ...quant.scheme import support_of
 from ...quant.source import quantized_source
 from ...quant.supported import SchemeSupport
 from ...rollout.scheme_support import default_engine_kwargs
+from ...rollout.vllm.adapters import engine_rank
 from ...trainers.teacher import base_never_changes, check_own_start, loading_of_own_start
+from ...validate.adapters import check_adapter
 from ...validate.kv_cache import check_cache_device
 from ...validate.parallel import check_parallel
+from ...validate.placement import check_sharded
 from ...validate.teacher import check_same_vocabulary
 from .memory.engine import WITHOUT_CACHE
 from .model import model_without_weights, parameters, read_config
@@ -29,6 +32,8 @@ PROMPT = 512
 MEAN_PROMPT = 200
 # The mean length of an answer as a share of the longest; assumed where nobody says.
 MEAN_ANSWER = 0.5
+# Adapters of this rank and below have a place in the engines of all versions of vLLM.
+USUAL_RANK = 512
 
 
 def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
@@ -60,13 +65,14 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         raise ValueError(f"plan needs a model with attention, got {name} ({config.model_type}).")
 
     adapter = _adapter_of(model_args)
+    fsdp2 = gpus > 1 and hardware.sharding != "ddp"
+    _check_low_bits(settings, adapter, fsdp2)
     model = model_without_weights(config, _dtype_of(config, settings, model_args), adapter, quantization)
     check_parallel(model, settings)
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
     if settings.frozen and (adapter is None or num_experts(config)):
         raise ValueError("lora_base='frozen' needs use_peft: true, and a model without experts.")
 
-    fsdp2 = gpus > 1 and hardware.sharding != "ddp"
     ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1
     # accelerate 1.15 (`fsdp2_prepare_model`) makes what is trained float32 before it shards a model in mixed
     # precision: the policy, and a reference model of its size. It leaves the base of an adapter as it is.
@@ -103,6 +109,21 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         # Without an engine nothing here asks for vLLM's kernels.
         kernels=_kernels(quantization) if engine else (),
     )
+
+
+def _check_low_bits(settings: Any, adapter: Any, fsdp2: bool) -> None:
+    """Refuse (`ValueError`) what the trainer refuses of low-bit layers, but only at its start, where the GPUs are."""
+    if not settings.quantized:
+        return
+    if fsdp2:
+        check_sharded(settings)
+    if adapter is None:
+        return
+
+    check_adapter(adapter, settings)
+    # vLLM loads in seconds, so it is asked only where its answer may be no.
+    if settings.frozen and settings.has_engine and adapter.r > USUAL_RANK:
+        engine_rank(adapter.r)  # raises if vLLM has none
 
 
 def _kernels(quantization: QuantizationConfig | None) -> tuple[SchemeSupport, ...]:

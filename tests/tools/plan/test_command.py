@@ -7,11 +7,13 @@ import pytest
 import yaml
 
 from qarl_trl.cli import main
+from qarl_trl.rollout.vllm.adapters import engine_rank
 from qarl_trl.tools.plan.memory.advice import advise
 from qarl_trl.tools.plan.memory.engine import cache_tokens, engine_weights, synced_bytes
 from qarl_trl.tools.plan.memory.learner import host_bytes
 from qarl_trl.tools.plan.memory.moments import fits, peaks
 from qarl_trl.tools.plan.run import GIB, Hardware
+from qarl_trl.tools.plan.settings import USUAL_RANK
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -165,6 +167,56 @@ def test_an_unknown_model_and_wrong_settings_are_one_line_that_names_the_field(c
     assert len(printed.err.strip().splitlines()) == 1
 
 
+SERVER = ("--vllm_mode", "server", "--max_completion_length", 15000, "--sync_folder", "syncs")
+LORA = RECIPES / "one_gpu" / "qwen3-8b.yaml"
+FROZEN = RECIPES / "one_gpu" / "qwen2.5-7b_frozen.yaml"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "refused", "accepted", "words"),
+    [
+        (LORA, 1, ["--optim_muon", "true"], ["--optim_muon", "false"], "optim_muon must be False with LoRA"),
+        (
+            EIGHT_GPUS,
+            8,
+            ["--quant_keep_matrices", "true"],
+            ["--quant_keep_matrices", "true", "--sharding", "ddp"],
+            "quant_keep_matrices must be false under FSDP2",
+        ),
+        (FROZEN, 1, ["--lora_modules_to_save", "lm_head"], [], "vLLM serves no adapter with modules_to_save"),
+        (FROZEN, 1, ["--lora_r", "1024"], ["--lora_r", "512"], "r must be at most 512 for vLLM"),
+        (EIGHT_GPUS, 8, SERVER[:4], SERVER, "vllm_mode='server' needs sync_folder"),
+        (
+            EIGHT_GPUS,
+            8,
+            ["--vllm_engine_kwargs", '{"kv_cache_memory_bytes": "8GiB"}'],
+            ["--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 8589934592}'],
+            "kv_cache_memory_bytes must be a number of bytes above 0, got '8GiB'",
+        ),
+    ],
+)
+def test_what_the_trainer_refuses_fits_no_gpu(capsys, recipe, gpus, refused, accepted, words):
+    code, printed = plan(capsys, "--config", recipe, "--gpus", gpus, *refused)
+    assert code == 2
+    assert words in printed.err
+    assert len(printed.err.strip().splitlines()) == 1
+
+    # Control.
+    code, printed = plan(capsys, "--config", recipe, "--gpus", gpus, *accepted)
+    assert code in (0, 1)
+    assert printed.err == ""
+
+
+def test_a_setting_of_low_bits_is_no_refusal_of_a_run_without_them(capsys):
+    settings = ("--quant_scheme", "none", "--optim_muon", "true", "--quantize_learner", "false")
+    code, _ = plan(capsys, "--config", LORA, *settings)
+    assert code in (0, 1)
+
+
+def test_vllm_has_the_ranks_that_it_is_not_asked_for():
+    assert engine_rank(USUAL_RANK) == USUAL_RANK
+
+
 def test_the_longest_row_limits_an_answer_that_has_no_limit_of_its_own(capsys, tmp_path):
     # TRL's config says "no limit" by `None`, and then vLLM's model length is one.
     recipe = yaml.safe_load(EIGHT_GPUS.read_text()) | {"max_completion_length": None}
@@ -214,9 +266,6 @@ def test_an_fp8_cache_holds_twice_the_sequences():
 
     assert cache_tokens(in_fp8) // 2 == cache_tokens(stock)
     assert peaks(in_fp8) == peaks(stock)
-
-
-SERVER = ("--vllm_mode", "server", "--max_completion_length", 15000)
 
 
 def test_a_server_has_its_own_gpus_and_the_trainer_syncs_to_it():
