@@ -7,7 +7,7 @@ import sys
 import pytest
 from safetensors.torch import save_file
 
-from qarl_trl import QaRLConfig, cli
+from qarl_trl import LowBitDistillationConfig, QaRLConfig, cli
 from qarl_trl.quant.modifier import read_modifier
 from qarl_trl.recipe_file import read_recipe
 from qarl_trl.redact import HIDDEN, redact
@@ -274,3 +274,22 @@ def test_a_token_in_the_settings_is_refused_unseen(tmp_path, field, key):
     assert "hf_secret" not in str(refused.value)
     # Control: "the one I am logged in with".
     config(tmp_path, model_init_kwargs={"token": True})
+
+
+def test_a_token_for_the_teacher_is_refused_unseen(tmp_path):
+    def with_teacher(**arguments):
+        return LowBitDistillationConfig(
+            output_dir=str(tmp_path),
+            report_to="none",
+            bf16=False,
+            use_cpu=True,
+            teacher_model_name_or_path="a/b",
+            teacher_model_init_kwargs=arguments,
+        )
+
+    with pytest.raises(ValueError, match="teacher_model_init_kwargs sets .*HF_TOKEN") as refused:
+        with_teacher(token="hf_secret")
+
+    assert "hf_secret" not in str(refused.value)
+    # Control: other arguments, and no token that is the user's own.
+    with_teacher(token=True, dtype="bfloat16")

@@ -219,12 +219,7 @@ def check_engine(args: Any) -> None:
     if args.has_engine and not is_vllm_available():
         raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
 
-    for field in ("model_init_kwargs", "vllm_engine_kwargs"):
-        values = getattr(args, field, None) or {}
-        tokens = [key for key, value in values.items() if (key == "token" or is_secret(key)) and type(value) is str]
-        if tokens:
-            raise ValueError(f"{field} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead.")
-
+    _check_tokens(args)
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")
@@ -254,6 +249,20 @@ def _check_cache_size(args: Any) -> None:
             f"vllm_engine_kwargs: kv_cache_memory_bytes must be a number of bytes above 0, got {size!r}. 8 GiB are "
             f"{8 * 2**30}."
         )
+
+
+def _check_tokens(args: Any) -> None:
+    """Refuse (`ValueError`) a token among the arguments that a field passes on: they are in logs and checkpoints."""
+    for field in fields(args):
+        values = getattr(args, field.name)
+        # Those of a chat template may well have such a name.
+        if not field.name.endswith(("_init_kwargs", "_engine_kwargs")) or not isinstance(values, Mapping):
+            continue
+        tokens = [key for key, value in values.items() if (key == "token" or is_secret(key)) and type(value) is str]
+        if tokens:
+            raise ValueError(
+                f"{field.name} sets {tokens}, which would be in logs and checkpoints. Set HF_TOKEN instead."
+            )
 
 
 def _check_ranks(args: Any) -> None:
