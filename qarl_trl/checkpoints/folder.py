@@ -106,7 +106,7 @@ def delete_replaced(aside: Path, scratch: Path) -> None:
     with suppress(OSError):
         scratch.parent.mkdir(exist_ok=True)
         aside.rename(scratch)
-        shutil.rmtree(scratch, ignore_errors=True)
+        _delete(scratch)
         aside.parent.rmdir()
 
 
@@ -250,4 +250,12 @@ def rotate(output_dir: Path, limit: int | None) -> None:
             moved = folder.rename(output_dir / INCOMING / folder.name)
         except OSError as error:
             raise OSError(f"{folder} could not be deleted (save_total_limit={limit}): {error}.") from error
-        shutil.rmtree(moved, ignore_errors=True)
+        _delete(moved)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint in `_incoming/`, from where a start moves a complete one back after a kill."""
+    # First, because it makes a complete checkpoint also of one that has lost its low-bit model.
+    with suppress(OSError):
+        (folder / MANIFEST).unlink()
+    shutil.rmtree(folder, ignore_errors=True)

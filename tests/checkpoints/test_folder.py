@@ -346,6 +346,25 @@ def test_rotation_leaves_what_is_damaged_or_was_not_written_by_the_trainer(tmp_p
     assert checkpoint_names(tmp_path) == {"checkpoint-11"}
 
 
+def test_after_a_kill_in_its_deletion_half_of_an_old_checkpoint_does_not_return(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    target = write(tmp_path, 2)
+
+    def killed(folder, **_):
+        (folder / "low_bit" / "config.json").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        rotate(tmp_path, 1)
+    monkeypatch.undo()
+    # Control: what a resume reads is still there.
+    assert (tmp_path / INCOMING / "checkpoint-1" / "model.safetensors").exists()
+
+    assert resume_path("auto", config(tmp_path)) == str(target)
+    assert checkpoint_names(tmp_path) == {"checkpoint-2"}
+
+
 def test_the_last_is_the_one_written_last(tmp_path):
     """A run that went back to step 1 goes on from there, not from what it left behind."""
     # The run of step 7 was abandoned: it went back to step 1, and on from there.
