@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from slow.toys import distinct_characters, forge, logged, prompts, stored_tensors
 from toy_runs import adapter, changed, make, master_weights, without_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.checkpoints.folder import read_manifest
@@ -297,6 +298,32 @@ def test_steps_of_logs_and_checkpoints_are_those_of_the_new_run(dense_model, hal
 
     # The first run saved every second step, and the Trainer keeps such numbers in its state.
     assert {folder.name for folder in tmp_path.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-4"}
+
+
+class CountsSaves(TrainerCallback, ExportableState):
+    """A callback whose state the Trainer saves."""
+
+    saves = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"saves": self.saves}}
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        self.saves += 1
+
+
+def test_a_run_may_go_on_with_a_stateful_callback_more(dense_model, halfway, tmp_path):
+    def state_at(step: int) -> dict[str, Any]:
+        file = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+        return json.loads(file.read_text())["stateful_callbacks"]["CountsSaves"]["attributes"]
+
+    resumed = make(dense_model, tmp_path, **STEPWISE, save_strategy="steps", save_steps=1)
+    resumed.add_callback(CountsSaves())
+
+    resumed.train(resume_from_checkpoint=str(halfway))
+
+    assert state_at(3) == {"saves": 0}
+    assert state_at(4) == {"saves": 1}
 
 
 def test_a_schedule_that_cannot_be_computed_anew_takes_no_new_rate(dense_model, tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.trainer_callback import ExportableState, TrainerState
 
 
 # peft's name of an adapter that got no other.
@@ -57,6 +58,22 @@ def restore_default_adapter(model: Any, folder: str) -> None:
     model.load_adapter(folder, _DEFAULT_ADAPTER, is_trainable=active == _DEFAULT_ADAPTER)
     # The loaded one is trained only if it was active before. "ref" must stay frozen.
     model.set_adapter(active)
+
+
+def add_states_of_callbacks(trainer: Any) -> None:
+    """
+    Give a state that was loaded from a checkpoint the entries of callbacks that its run did not have.
+
+    A save replaces the entry of each stateful callback and takes for granted that there is one
+    (`Trainer._save_checkpoint`, transformers 5.17).
+
+    Args:
+        trainer: The trainer, with the state of the checkpoint.
+    """
+    callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+    stateful: list[Any] = [callback for callback in callbacks if isinstance(callback, ExportableState)]
+    states: Any = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+    trainer.state.stateful_callbacks = states | trainer.state.stateful_callbacks
 
 
 def _load_to_numbered_cpus() -> None:

@@ -14,6 +14,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import RepeatSampler
 
+from .._compat.resuming import add_states_of_callbacks
+
 
 logger = get_logger(__name__)
 
@@ -117,6 +119,7 @@ class DataOrderMixin:
         """
         self._sampler = self._latest_sampler
         place = super()._init_training_state(max_steps, *args)
+        add_states_of_callbacks(self)
         updates_of_epoch, _, checkpoint, _ = args
         # A user's loader may know how long a stream is. Then the Trainer counts as for other data.
         has_no_end = not has_length(self.train_dataset) and updates_of_epoch == max_steps
