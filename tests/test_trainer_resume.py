@@ -187,6 +187,19 @@ def test_lora_trains_the_adapter_and_resumes_bit_for_bit(dense_model, tmp_path):
     assert changed(trained, dict(halfway.named_parameters()))
 
 
+def test_a_second_trainer_of_one_adapter_config_is_the_same_run(dense_model, tmp_path):
+    """peft writes the layers that it chose into the config that it gets."""
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    first = make_straight(dense_model, tmp_path, config, max_steps=2)
+    first.train()
+    assert first.model.peft_config["default"].target_modules != "all-linear"  # control
+
+    resumed = resume(tmp_path / "checkpoint-2", dense_model, tmp_path, config)
+
+    assert resumed.state.global_step == 4
+    assert config.target_modules == "all-linear"
+
+
 def test_a_frozen_base_resumes_bit_for_bit(gptq_model, tmp_path):
     settings = {"quant_scheme": "checkpoint", "lora_base": "frozen"}
     straight = make_straight(gptq_model, tmp_path / "a", adapter(), **settings)

@@ -86,7 +86,7 @@ def identity_of(
     facts = {
         "model": name,
         "weights": weights_fact(name, args.model_init_kwargs),
-        "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class")),
+        "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class"), args),
         "scheme": scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),
@@ -133,14 +133,30 @@ def _is_stream(data: Any) -> bool:
     return isinstance(data, IterableDataset)
 
 
-def _tokenizer_fact(processing_class: Any) -> str:
-    """A digest of the tokenizer among the trainer's arguments, if there is one."""
+def _tokenizer_fact(processing_class: Any, args: Any) -> str:
+    """
+    A digest of the tokenizer among the trainer's arguments, if there is one.
+
+    TRL writes what the settings say into it, where a second trainer of a script finds it. The settings are compared by
+    themselves.
+    """
     # A processor for images has a tokenizer inside.
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     if not tokenizer:
         return "the model's"
 
-    content = [sorted(tokenizer.get_vocab().items()), tokenizer.eos_token, tokenizer.chat_template]
+    vocabulary = tokenizer.get_vocab()
+    end_token = getattr(args, "eos_token", None) or tokenizer.eos_token
+    template = tokenizer.chat_template
+    path = getattr(args, "chat_template_path", None)
+    if path:
+        template = None
+    if path and not Path(path).is_file():
+        # Of another model, whose end token and added tokens come with its template.
+        end_token = None
+        vocabulary = {token: index for token, index in vocabulary.items() if token not in tokenizer.get_added_vocab()}
+
+    content = [sorted(vocabulary.items()), end_token, template]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 

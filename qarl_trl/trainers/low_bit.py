@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -116,10 +117,15 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
         _anchor_folders(args)
         # By place or by name as they came: a user's constructor may take by name alone what TRL's takes by place.
         by_place = list(positional)
-        if "model" in named:
-            named["model"] = anchor_model(model)
-        else:
-            by_place[list(arguments).index("model")] = anchor_model(model)
+        replaced = {"model": anchor_model(model)}
+        if "peft_config" in arguments:
+            # peft writes the layers that it chose into the config, by which a script may make another trainer.
+            replaced["peft_config"] = copy.deepcopy(arguments["peft_config"])
+        for name, argument in replaced.items():
+            if name in named:
+                named[name] = argument
+            else:
+                by_place[list(arguments).index(name)] = argument
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         with construction(type(self), partial(self._build_engine, args), self._loader(args), with_low_bits):

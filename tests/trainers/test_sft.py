@@ -366,6 +366,36 @@ def test_a_resume_in_any_epoch_goes_on_with_the_same_rows(dense_model, tmp_path,
         assert same_weights(again, straight), step
 
 
+@pytest.mark.parametrize("kind", ["end token", "template", "template of a model"])
+def test_a_second_trainer_of_a_tokenizer_is_the_same_run(dense_model, tmp_path, kind):
+    """TRL writes what the settings say into it."""
+    tokenizer = make_tokenizer()
+    other = make_tokenizer()
+    other.add_tokens(["<more>"])
+    other.eos_token = "#"
+    other.chat_template = "{{ messages }}"
+    other.save_pretrained(tmp_path / "other")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0] }}")
+    changes = {
+        "end token": {"eos_token": "#"},
+        "template": {"chat_template_path": str(tmp_path / "chat.jinja")},
+        "template of a model": {"chat_template_path": str(tmp_path / "other")},
+    }[kind]
+
+    def trainer(tokenizer, **more):
+        args = LowBitSFTConfig(**settings(tmp_path / "run", **changes | more))
+        return LowBitSFTTrainer(dense_model, args, train_dataset=pairs(), processing_class=tokenizer)
+
+    before = (tokenizer.eos_token, tokenizer.chat_template)
+    trainer(tokenizer, max_steps=1, save_strategy="steps", save_steps=1).train()
+    assert (tokenizer.eos_token, tokenizer.chat_template) != before  # control: TRL has written into it
+
+    assert trainer(tokenizer).train(resume_from_checkpoint="auto").global_step == 2
+    # Control: another tokenizer.
+    with pytest.raises(ValueError, match="tokenizer was"):
+        trainer(make_tokenizer("0123456789+=# ;"), resume_from_checkpoint="auto")
+
+
 def test_a_callback_may_save_before_the_first_epoch(dense_model, tmp_path):
     """The start of a run, to compare with. A resume from it is the run."""
 
