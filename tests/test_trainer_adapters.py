@@ -156,3 +156,32 @@ def test_a_peft_model_with_a_reference_resumes_with_the_adapter_of_the_checkpoin
     for name, parameter in resumed.model.named_parameters():
         assert parameter.requires_grad == (name in moved)
         assert parameter.requires_grad == (".default." in name)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_adapter_resumes_with_its_dtype_and_its_frozen_part(dense_model, tmp_path, beta):
+    """peft loads it in float32, and a reference is an adapter, beside which peft trains all of the other."""
+
+    def trainer_in(folder):
+        torch.manual_seed(0)
+        base = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.bfloat16)
+        model = get_peft_model(base, adapter(), autocast_adapter_dtype=False)
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.requires_grad_(False)
+        return make(model, folder, beta=beta, max_steps=3, save_strategy="steps", save_steps=1)
+
+    straight = trainer_in(tmp_path / "straight")
+    straight.train()
+    resumed = trainer_in(tmp_path / "resumed")
+    start = master_weights(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+
+    now = master_weights(resumed)
+    assert not changed(master_weights(straight), now)
+    # Controls: it trains, in bfloat16, and not the frozen part.
+    trained = changed(start, now)
+    assert trained
+    for name in trained:
+        assert "down_proj" in name
+        assert now[name].dtype == torch.bfloat16

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -58,6 +61,31 @@ def restore_default_adapter(model: Any, folder: str) -> None:
     model.load_adapter(folder, _DEFAULT_ADAPTER, is_trainable=active == _DEFAULT_ADAPTER)
     # The loaded one is trained only if it was active before. "ref" must stay frozen.
     model.set_adapter(active)
+
+
+@contextmanager
+def dtypes_and_flags_kept(model: nn.Module) -> Iterator[None]:
+    """
+    Let parameters keep their dtypes, and whether they are trained, while a checkpoint is loaded in the block.
+
+    `PeftModel.load_adapter` (peft 0.21) makes an adapter of bfloat16 float32, and `set_adapter` makes all of its
+    parameters trainable.
+
+    Args:
+        model: The model.
+    """
+    before = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    yield
+
+    for name, parameter in model.named_parameters():
+        # An adapter that a user put into the checkpoint is a new one.
+        if name not in before:
+            continue
+        dtype, is_trained = before[name]
+        # In place: the optimizer may hold it already.
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+        parameter.requires_grad_(is_trained)
 
 
 def add_states_of_callbacks(trainer: Any) -> None:

@@ -154,7 +154,8 @@ def _tokenizer_fact(processing_class: Any, args: Any) -> str:
     if path and not Path(path).is_file():
         # Of another model, whose end token and added tokens come with its template.
         end_token = None
-        vocabulary = {token: index for token, index in vocabulary.items() if token not in tokenizer.get_added_vocab()}
+        added = tokenizer.get_added_vocab()
+        vocabulary = {token: index for token, index in vocabulary.items() if token not in added}
 
     content = [sorted(vocabulary.items()), end_token, template]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME
 
-from .._compat.resuming import restore_default_adapter, restore_master_weights
+from .._compat.resuming import dtypes_and_flags_kept, restore_default_adapter, restore_master_weights
 from .._compat.sharding import reshard
 from ..guards import on_first
 from ..quant.layers.experts import expert_modules
@@ -322,14 +322,15 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         module = self._unwrapped
         # FSDP, DeepSpeed and peft write the files by the model's own names.
         is_sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        stored_by_own_names = is_peft_model(module) or is_sharded
         is_one_part = module.config.get_text_config() is module.config and not any(expert_modules(module))
         is_plain = is_one_part and not file_conversions(module)
 
-        if stored_by_own_names or is_plain:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            if is_peft_model(module) and not is_sharded:
+        if is_peft_model(module) and not is_sharded:
+            with dtypes_and_flags_kept(module):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
                 restore_default_adapter(module, resume_from_checkpoint)
+        elif is_sharded or is_plain:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             restore_master_weights(module, resume_from_checkpoint)
 
