@@ -262,7 +262,8 @@ def _same_bytes(stored: Tensor, tensor: Tensor) -> bool:
 def check_target(path: str | os.PathLike) -> None:
     """
     Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model, which the low-bit model would
-    overwrite, and one with an adapter: transformers would load that one in place of the model beside it.
+    overwrite, one with a damaged config, which could be of such a model, and one with an adapter: transformers would
+    load that one in place of the model beside it.
     """
     path = Path(path)
     if (path / ADAPTER_CONFIG).exists():
@@ -273,7 +274,11 @@ def check_target(path: str | os.PathLike) -> None:
     precious = [name for name in TRAINING_FILES if (path / name).exists()]
 
     config = path / "config.json"
-    if config.exists() and "quantization_config" not in json.loads(config.read_text()):
+    try:
+        is_unquantized = config.exists() and "quantization_config" not in json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"{config} is damaged: {error}. Delete it, or use another folder.") from error
+    if is_unquantized:
         for pattern in ("*.safetensors", "pytorch_model*.bin"):
             precious += [file.name for file in sorted(path.glob(pattern))]
 

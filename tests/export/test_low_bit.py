@@ -516,3 +516,14 @@ def test_a_base_that_another_version_of_compressed_tensors_wrote_need_not_be_wri
     assert holds(version="0.1.0")
     # Control: what says how the tensors are read.
     assert not holds(format="dense")
+
+
+def test_a_folder_with_a_damaged_config_is_refused_by_the_name_of_the_file(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"quantization_config":')
+
+    with pytest.raises(ValueError, match=rf"{file} is damaged: .*Delete it, or use another folder"):
+        check_target(tmp_path)
+    # Control: a whole one, of a low-bit model.
+    file.write_text('{"quantization_config": {}}')
+    check_target(tmp_path)
