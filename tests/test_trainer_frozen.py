@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from slow.toys import logged, stored_tensors
 from toy_runs import adapter, changed, make
@@ -90,6 +91,24 @@ def test_an_adapter_beside_a_checkpoint_is_saved_without_weights_of_its_base(gpt
     trainer.save_model()
     pushed = model_files(trainer._model_output)
     assert {"adapter_model.safetensors", "adapter_config.json", "README.md"} <= pushed.keys()
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_an_adapter_names_the_commit_of_a_base_of_the_hub(dense_model, tmp_path, monkeypatch, revision):
+    """Its branch may have moved when the adapter is exported."""
+    commit = "a" * 40
+    cached = tmp_path / "cache" / "models--some--model"
+    make(dense_model, tmp_path / "dense").save_model(cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+
+    beside_checkpoint("some/model", tmp_path / "run", model_init_kwargs={"revision": revision}).save_model()
+
+    config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "some/model"
+    # A revision that the user names is kept.
+    assert config["revision"] == (revision or commit)
 
 
 def test_the_reference_of_a_frozen_base_is_the_base(gptq_model, tmp_path):
