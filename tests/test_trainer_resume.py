@@ -292,6 +292,23 @@ def test_a_lower_learning_rate_counts_from_the_next_update_on(dense_model, halfw
     assert same.startswith(f"resumes from {halfway}, with the settings of its run")
 
 
+def test_a_rate_that_a_script_changes_between_two_calls_counts_in_the_second_that_resumes(
+    dense_model, halfway, tmp_path, caplog
+):
+    """After an update that went wrong, say: the optimizer has the rate of the first call."""
+    trainer = make(dense_model, tmp_path, **STEPWISE, save_strategy="steps", save_steps=4)
+    trainer.train()
+    assert logged(trainer, "learning_rate")[-1] == 1e-3  # control
+    trainer.args.learning_rate = 1e-7
+    # The checkpoint of its fourth step is written again.
+    trainer.train(resume_from_checkpoint=str(halfway))
+
+    assert logged(trainer, "learning_rate")[-2:] == [1e-7, 1e-7]
+    assert went(master_weights(trainer), halfway) < 5e-7
+    assert "count from the next update on: learning_rate 0.001 -> 1e-07." in caplog.text
+    assert read_manifest(tmp_path / "checkpoint-4")["settings"]["learning_rate"] == 1e-7
+
+
 def test_schedule_decay_betas_and_the_end_are_those_of_the_new_run(dense_model, halfway, tmp_path):
     changes = {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 1e-6, "max_steps": 6}
     trainer = make(dense_model, tmp_path, **STEPWISE | {"lr_scheduler_type": "linear"} | changes)

@@ -23,7 +23,7 @@ from ..guards import on_first
 from ..quant.layers.experts import expert_modules
 from ..quant.names import file_conversions, is_peft_model
 from ..quant.store import LowBitStore
-from .changes import KEPT_BY_OPTIMIZER, changes, compared_settings, rows_per_update
+from .changes import KEPT_BY_OPTIMIZER, READ_IN_TRAIN, changes, compared_settings, rows_per_update
 from .data_order import DataOrderMixin
 from .folder import INCOMING, commit, read_manifest, rotate
 from .identity import SETTINGS
@@ -58,15 +58,18 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
         _made_with: The settings of the run at that time.
+        _optimizer_of_trainer: The optimizer that the trainer made by its settings; `None` if a script gave one.
     """
 
     _identity: dict[str, Any]
     _owns_checkpoints = False
     _made: list[dict[str, str]] | None = None
     _made_with: Mapping[str, Any] = {}
+    _optimizer_of_trainer: Any = None
 
-    # What it needs of `LowBitMixin`, beside it:
+    # What it needs of `LowBitMixin` and of the Trainer, beside it:
     low_bit_store: LowBitStore | None
+    optimizer: Any
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """
@@ -91,6 +94,9 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
                 "removed its quantization. Make a new trainer with that model."
             )
 
+        settings = compared_settings(self.args)
+        self._identity[SETTINGS] |= {name: settings[name] for name in READ_IN_TRAIN}
+
         with ExitStack() as stack:
             if resume_from_checkpoint is None and not self._owns_checkpoints:
                 self._check_wish_of_settings()
@@ -114,6 +120,11 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             self._forget_earlier_call()
             # A script may have had the model answer. An optimizer must be made of its shards.
             reshard(self._unwrapped)
+            # Under FSDP the model is wrapped by now.
+            is_made_again = self.optimizer is self._optimizer_of_trainer and not self.is_fsdp_enabled
+            if checkpoint is not None and is_made_again:
+                # Its state comes from the checkpoint, and its settings may have changed since an earlier call.
+                self.optimizer = None
             if self.optimizer is None:
                 # The next one is another.
                 self._made = None
@@ -273,7 +284,10 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
 
     def _prepare_for_training(self, *args: Any) -> tuple:
         """The Trainer's method, which makes the optimizer, and in a resumed run loads its state."""
+        is_of_script = self.optimizer is not None
         prepared = super()._prepare_for_training(*args)
+        if not is_of_script:
+            self._optimizer_of_trainer = self.optimizer
         self._note_optimizer()
         return prepared
 
