@@ -121,7 +121,7 @@ class Run:
         utilization: `vllm_gpu_memory_utilization`.
         sleep: Whether the engine sleeps between rollouts.
         frozen: `lora_base: frozen`: of the base there are only quantized values.
-        decompresses: Whether a quantized checkpoint is decompressed as a whole when the run starts.
+        decompresses: Whether a quantized checkpoint is decompressed beside the model when the run starts.
         keeps_matrices: `quant_keep_matrices`.
         engine_kernel: Whether the learner's kernels are the engine's (`quant_kernel: engine`), which lay the quantized
             values out again.

@@ -67,7 +67,8 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     adapter = _adapter_of(model_args)
     fsdp2 = gpus > 1 and hardware.sharding != "ddp"
     _check_low_bits(settings, adapter, fsdp2)
-    model = model_without_weights(config, _dtype_of(config, settings, model_args), adapter, quantization)
+    dtype = _dtype_of(config, settings, model_args)
+    model = model_without_weights(config, dtype, adapter, quantization)
     check_parallel(model, settings)
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
     if settings.frozen and (adapter is None or num_experts(config)):
@@ -92,7 +93,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         # A server has GPUs of its own, and stays awake.
         sleep=engine == "colocate" and settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
-        decompresses=settings.from_checkpoint and not settings.frozen,
+        decompresses=decompresses_beside(settings, dtype),
         keeps_matrices=settings.quant_keep_matrices,
         engine_kernel=settings.quantize_learner and settings.quant_kernel == "engine",
         engine_ranks=engine_ranks,
@@ -314,6 +315,18 @@ def _dtype_of(config: PretrainedConfig, settings: Any, model_args: Any) -> torch
     if dtype == "auto":
         return config.dtype or "float32"
     return dtype
+
+
+def decompresses_beside(settings: Any, dtype: torch.dtype | str) -> bool:
+    """
+    Whether a run holds the decompressed weights of a quantized checkpoint beside those of the model, while it loads.
+
+    Args:
+        settings: The settings of the run.
+        dtype: That in which the model loads.
+    """
+    # Of a frozen base nothing is decompressed, and a model in bfloat16 takes the decompressed weights.
+    return settings.from_checkpoint and not settings.frozen and "bfloat16" not in str(dtype)
 
 
 def _adapter_of(model_args: Any) -> Any:

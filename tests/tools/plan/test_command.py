@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from qarl_trl.cli import main
@@ -13,7 +15,7 @@ from qarl_trl.tools.plan.memory.engine import cache_tokens, engine_weights, sync
 from qarl_trl.tools.plan.memory.learner import host_bytes
 from qarl_trl.tools.plan.memory.moments import fits, peaks
 from qarl_trl.tools.plan.run import GIB, Hardware
-from qarl_trl.tools.plan.settings import USUAL_RANK
+from qarl_trl.tools.plan.settings import USUAL_RANK, decompresses_beside
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -140,11 +142,15 @@ def test_host_memory_is_one_model_a_machine_when_sharded_and_one_a_process_other
 
 def test_a_quantized_checkpoint_is_decompressed_beside_the_model():
     run = run_of(EIGHT_GPUS)
-    in_bfloat16 = run_of(EIGHT_GPUS, 8, 79, "fsdp2", "--dtype", "bfloat16")
-
-    # Two bytes for each of Qwen3-8B's parameters, unless they become those of the model.
+    # Two bytes for each of Qwen3-8B's parameters.
     assert host_bytes(replace(run, decompresses=True)) == host_bytes(run) + 2 * 8_190_735_360
-    assert host_bytes(replace(in_bfloat16, decompresses=True)) == host_bytes(in_bfloat16)
+
+    whole = SimpleNamespace(from_checkpoint=True, frozen=False)
+    assert decompresses_beside(whole, "float32")
+    # They become those of the model; nothing is decompressed; there is nothing to decompress.
+    assert not decompresses_beside(whole, torch.bfloat16)
+    assert not decompresses_beside(SimpleNamespace(from_checkpoint=True, frozen=True), "float32")
+    assert not decompresses_beside(SimpleNamespace(from_checkpoint=False, frozen=False), "float32")
 
 
 @pytest.mark.parametrize(

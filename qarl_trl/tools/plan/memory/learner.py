@@ -152,17 +152,12 @@ def host_bytes(run: Run) -> int:
     loaded = sum(parameter.entries * parameter.size or parameter.stored for parameter in run.parameters)
     size = copies * max(loaded, optimizer_state(run, paged=True))
 
-    beside = copies * sum(
-        BFLOAT16 * parameter.entries for parameter in run.parameters if _is_decompressed(run, parameter)
-    )
+    beside = 0
+    if run.decompresses:
+        beside = copies * sum(BFLOAT16 * parameter.entries for parameter in run.parameters if not parameter.in_adapter)
     if run.teacher is not None:
         # TRL loads both before either is on its GPU. No adapter freezes a teacher's base.
         copies = 1 if run.fsdp2 else min(run.ranks, MACHINE)
         of_teacher = copies * sum(parameter.entries * parameter.size for parameter in run.teacher.parameters)
         beside = max(beside, of_teacher)
     return size + beside
-
-
-def _is_decompressed(run: Run, parameter: Parameter) -> bool:
-    """Whether a parameter loads from a decompressed weight, which does not become its own."""
-    return run.decompresses and not parameter.in_adapter and parameter.size > BFLOAT16
