@@ -10,14 +10,44 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import add_states_of_callbacks
+from .folder import read_manifest
 
+
+# The entry of a manifest that says whether a checkpoint is of the last update of an epoch, saved before its end.
+MISSES_EPOCH_END = "misses_epoch_end"
 
 logger = get_logger(__name__)
+
+
+class EpochWatch(TrainerCallback):
+    """Knows whether the end of an epoch, at which a run may evaluate, is still to come after its last update."""
+
+    _is_within = False
+    _began_at = 0.0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note how many epochs are done."""
+        self._is_within = True
+        self._began_at = state.epoch
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note the end."""
+        self._is_within = False
+
+    def misses_end(self, epoch: float) -> bool:
+        """
+        Whether a checkpoint that is saved now lacks the end of its epoch.
+
+        Args:
+            epoch: How many epochs are done, by the Trainer's state.
+        """
+        return self._is_within and epoch > self._began_at and epoch == int(epoch)
 
 
 class DataOrderMixin:
@@ -29,16 +59,25 @@ class DataOrderMixin:
         _latest_sampler: The sampler of the training set that was made last.
         _sampler: The one that the run trains from: callbacks may ask for a loader of their own later.
         _rng_of_epoch: torch's random state at the beginning of the current epoch; `None` before the first one.
+        _epochs: The callback that watches the epochs of the current call of `train`.
+        _before_epoch_end: The checkpoint that the run resumes from, while the end of its epoch is still to come.
     """
 
     _latest_sampler: Any = None
     _sampler: Any = None
     _rng_of_epoch: torch.Tensor | None = None
+    _epochs = EpochWatch()
+    _before_epoch_end: str | None = None
 
     # What it needs of the Trainer, and of `CheckpointMixin`:
     args: Any
     state: Any
+    control: Any
+    callback_handler: Any
+    model_wrapped: Any
     train_dataset: Any
+    _tr_loss: torch.Tensor
+    _maybe_log_save_evaluate: Callable[..., None]
     _load_rng_state: Callable[[str], None]
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,6 +91,16 @@ class DataOrderMixin:
         if self.state.global_step >= self.state.max_steps:
             return
 
+        if self._before_epoch_end is not None:
+            self._end_epoch_of_checkpoint(kwargs["trial"], kwargs["start_time"], kwargs["ignore_keys_for_eval"])
+            # An evaluation may stop a run.
+            if self.control.should_training_stop:
+                return
+            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+            if kwargs["steps_trained_in_current_epoch"] == 0:
+                # Else the Trainer loads the random state of the checkpoint, which is that before the evaluation.
+                kwargs["resume_from_checkpoint"] = None
+
         self._check_place_is_found(epoch, **kwargs)
         self._take_rng_of_epoch(epoch, **kwargs)
         sampler = self._sampler
@@ -62,6 +111,25 @@ class DataOrderMixin:
             for _ in range(epoch):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         super()._run_epoch(epoch=epoch, **kwargs)
+
+    def _end_epoch_of_checkpoint(self, trial: Any, start_time: float, ignore_keys_for_eval: Any = None) -> None:
+        """
+        Do what the Trainer does at the end of an epoch, for that of a checkpoint of its last update.
+
+        The Trainer saves such a checkpoint before the evaluation, and would begin a resumed run with the next epoch.
+        """
+        self._load_rng_state(str(self._before_epoch_end))
+        self._before_epoch_end = None
+        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self._maybe_log_save_evaluate(
+            self._tr_loss, None, self.model_wrapped, trial, self.state.epoch, ignore_keys_for_eval, start_time
+        )
+
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+        """The Trainer's method, of a resumed run that trained no epoch, too."""
+        if self._before_epoch_end is not None:
+            self._end_epoch_of_checkpoint(trial, start_time)
+        return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _check_place_is_found(
         self,
@@ -125,6 +193,8 @@ class DataOrderMixin:
         has_no_end = not has_length(self.train_dataset) and updates_of_epoch == max_steps
         if checkpoint is not None and has_no_end and not self.args.ignore_data_skip:
             place = self._place_in_stream(place, checkpoint)
+        misses_end = checkpoint is not None and read_manifest(Path(checkpoint)).get(MISSES_EPOCH_END, False)
+        self._before_epoch_end = checkpoint if misses_end else None
         self.state.compute_steps(self.args, max_steps)
         if self.state.global_step >= max_steps:
             logger.warning(

@@ -24,7 +24,7 @@ from ..quant.layers.experts import expert_modules
 from ..quant.names import file_conversions, is_peft_model
 from ..quant.store import LowBitStore
 from .changes import KEPT_BY_OPTIMIZER, READ_IN_TRAIN, changes, compared_settings, rows_per_update
-from .data_order import DataOrderMixin
+from .data_order import MISSES_EPOCH_END, DataOrderMixin, EpochWatch
 from .folder import INCOMING, commit, read_manifest, rotate
 from .identity import SETTINGS
 from .lock import holding
@@ -113,8 +113,10 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             self._resumed = checkpoint is not None
 
             signals = StopOnSignal(self._any_process)
-            self.add_callback(signals)
-            stack.callback(self.remove_callback, signals)
+            self._epochs = EpochWatch()
+            for callback in (signals, self._epochs):
+                self.add_callback(callback)
+                stack.callback(self.remove_callback, callback)
             stack.enter_context(signals.listening())
 
             self._forget_earlier_call()
@@ -222,6 +224,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         # The rest of a rollout batch needs the same micro-batches. Between two rollout batches they may change.
         facts = self._identity | {
             WITHIN_BATCH: self._rollout_buffer.in_batch,
+            MISSES_EPOCH_END: self._epochs.misses_end(self.state.epoch),
             TRAINED: trained_fact(self.optimizer, self._unwrapped),
             MADE: self._made,
         }

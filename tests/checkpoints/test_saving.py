@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from slow.toys import distinct_characters, forge, prompts, save_model
 from test_trainer import master_weights, without_engine
 from toy_runs import adapter
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
@@ -538,6 +538,70 @@ def test_a_signal_in_the_last_step_or_an_evaluation_is_obeyed(model, tmp_path, t
         trainer.train()
 
     assert set(finished_names(tmp_path)) == {last}
+
+
+# The end of an epoch -------------------------------------------------------------------------------------------------
+
+
+class KillsIn(TrainerCallback):
+    """Sends SIGTERM in one update."""
+
+    def __init__(self, update):
+        self.update = update
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step + 1 == self.update:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def make_evaluated(model, folder, **changes):
+    """The trainer of two epochs of two updates each, with an evaluation after each epoch."""
+    settings = {"steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2, "export_low_bit": False}
+    settings |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 4} | changes
+    args = QaRLConfig(**without_engine(folder, **settings))
+    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(2), eval_dataset=prompts(1))
+
+
+def evaluations(trainer):
+    """Step and loss of each evaluation."""
+    return [(entry["step"], entry["eval_loss"]) for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_a_run_that_resumes_from_the_last_update_of_an_epoch_evaluates_that_epoch(model, tmp_path, step):
+    """The Trainer saves at the update, and evaluates at the end of the epoch, after it."""
+    straight = make_evaluated(model, tmp_path / "straight", save_strategy="steps", save_steps=1)
+    straight.train()
+    checkpoint = tmp_path / "straight" / f"checkpoint-{step}"
+    assert [entry_step for entry_step, _ in evaluations(straight)] == [2, 4]
+    assert json.loads((checkpoint / MANIFEST).read_text())["misses_epoch_end"] == (step != 1)
+
+    resumed = make_evaluated(model, tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+
+    assert evaluations(resumed) == evaluations(straight)
+    assert same(master_weights(resumed), master_weights(straight))
+
+
+@pytest.mark.parametrize("update", [2, 4])
+def test_after_a_signal_in_the_last_update_of_an_epoch_a_run_evaluates_that_epoch(model, tmp_path, update):
+    straight = make_evaluated(model, tmp_path / "straight", save_strategy="epoch")
+    straight.train()
+    # Control: saved after the evaluation, which no resume does again.
+    manifest = json.loads((tmp_path / "straight" / "checkpoint-2" / MANIFEST).read_text())
+    assert not manifest["misses_epoch_end"]
+    stopped = make_evaluated(model, tmp_path / "run", save_strategy="epoch")
+    stopped.add_callback(KillsIn(update))
+    with pytest.raises(SystemExit):
+        stopped.train()
+    assert len(evaluations(stopped)) == update // 2 - 1  # control
+
+    again = make_evaluated(model, tmp_path / "run", save_strategy="epoch")
+    again.train(resume_from_checkpoint="auto")
+
+    assert evaluations(again) == evaluations(straight)
+    assert same(master_weights(again), master_weights(straight))
+    assert finished_names(tmp_path / "run") == ["checkpoint-2", "checkpoint-4"]
 
 
 # A model of several parts -------------------------------------------------------------------------------------------
