@@ -181,8 +181,9 @@ class QaRLTrainer(MeasuredMixin, PackedMixin, LowBitMixin, GRPOTrainer):
         is_first = self._mode == "train" and not self._looked_at_rewards
         output = super()._generate_and_score_completions(inputs)
         # After TRL has normalized them, so that dropping the negative ones does not shift the positive ones.
-        output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
-        self._filter_logged_advantages()
+        if self.args.advantage_filter != "none":
+            output["advantages"] = filter_advantages(output["advantages"], self.args.advantage_filter)
+            self._filter_logged_advantages()
 
         old = output.get("old_per_token_logps")
         sampling = output.get("sampling_per_token_logps")

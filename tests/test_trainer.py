@@ -9,7 +9,7 @@ import pytest
 import references
 import torch
 from learner.test_features import Gradients, rollout
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from slow.toys import distinct_characters, logged, prompts, stored_tensors
 from toy_runs import OFF, adapter, changed, make, master_weights, stock_config, train, without_engine
@@ -379,10 +379,16 @@ def test_an_optimizer_of_the_user_and_muon_are_refused(dense_model, tmp_path):
     QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=(adamw, None))
 
 
-def test_a_reward_model_scores_in_high_precision(dense_model, tmp_path):
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_a_reward_model_scores_in_high_precision(dense_model, tmp_path, with_adapter):
     """Its layers and its head are of no engine's concern: only the policy is quantized."""
     config = AutoConfig.from_pretrained(dense_model, num_labels=1, pad_token_id=0)
     reward_model = AutoModelForSequenceClassification.from_config(config)
+    if with_adapter:
+        reward_model.save_pretrained(tmp_path / "base")
+        AutoTokenizer.from_pretrained(dense_model).save_pretrained(tmp_path / "base")
+        reward_model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+        reward_model = get_peft_model(reward_model, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"]))
     reward_model.save_pretrained(tmp_path / "reward")
     AutoTokenizer.from_pretrained(dense_model).save_pretrained(tmp_path / "reward")
 

@@ -107,8 +107,8 @@ def test_an_adapter_names_the_commit_of_a_base_of_the_hub(dense_model, tmp_path,
 
     config = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "some/model"
-    # A revision that the user names is kept.
-    assert config["revision"] == (revision or commit)
+    # A branch that the user names moves on.
+    assert config["revision"] == commit
 
 
 def test_the_reference_of_a_frozen_base_is_the_base(gptq_model, tmp_path):

@@ -190,10 +190,13 @@ def _shared_zeros() -> Iterator[None]:
     original_load = PreTrainedModel._load_pretrained_model
     original_fill = PreTrainedModel._move_missing_keys_from_meta_to_device
 
-    def load(model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Any:
-        if is_fsdp_enabled() and not is_local_dist_rank_0():
+    def load(
+        model: PreTrainedModel, state_dict: Any, checkpoint_files: Any, load_config: Any, **of_adapter: Any
+    ) -> Any:
+        # An adapter of a reward model loads into a model that has its zeros already.
+        if is_fsdp_enabled() and not is_local_dist_rank_0() and not of_adapter:
             load_config = dataclasses.replace(load_config, device_map={"": "meta"})
-        return original_load(model, state_dict, checkpoint_files, load_config)
+        return original_load(model, state_dict, checkpoint_files, load_config, **of_adapter)
 
     def fill(model: PreTrainedModel, *args: Any) -> None:
         if not is_fsdp_enabled() or is_local_dist_rank_0():

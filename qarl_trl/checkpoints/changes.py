@@ -23,7 +23,8 @@ class Rule(Enum):
 KEPT_BY_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 # What the optimizer and its schedule keep in a checkpoint.
 OF_OPTIMIZER = (*KEPT_BY_OPTIMIZER, "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-# What transformers reads anew in each call of `train`: a script may have changed it since an earlier one.
+# What a call of `train` reads anew, the first five only if it makes an optimizer: a script may have changed it since
+# an earlier call.
 READ_IN_TRAIN = (*OF_OPTIMIZER, "max_grad_norm", "max_steps", "num_train_epochs")
 
 # A setting that is not here, such as one of another TRL trainer, is refused.

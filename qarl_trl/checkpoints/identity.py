@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 from collections.abc import Mapping
 from functools import partial
@@ -14,7 +15,7 @@ from torch import nn
 from .._compat.sharding import sharding_of
 from ..export.files import digest
 from ..quant.names import adapter_configs, base_model
-from ..quant.scheme import describe_scheme
+from ..quant.scheme import ROUTERS, describe_scheme
 from .changes import compared_settings
 from .models import (
     commit_of,
@@ -33,6 +34,15 @@ from .models import (
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 # And those that choose among its layers. Most adapters have none.
 _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
+
+# Patterns of routers in the default `quant_ignore` of earlier versions.
+_EARLIER_ROUTERS = (
+    r"re:.*mlp\.gate$",
+    r"re:.*\.router$",
+    r"re:.*mlp\.gate(\.wg)?$",
+    r"re:.*\.router(\.gate)?$",
+    r"re:.*\.router\.layer$",
+)
 
 # The entry of what a loaded model computes by.
 CONFIG = "config_of_model"
@@ -223,6 +233,22 @@ def scheme_fact(plan: QuantizationConfig | None) -> str:
         # Two groups may have one scheme.
         layers.setdefault(describe_scheme(group), []).extend(group.targets)
     return f"{layers} without {plan.ignore}"
+
+
+def same_scheme(fact: str, other: str) -> bool:
+    """
+    Whether two facts of [`scheme_fact`] are one. Patterns of routers do not count: routers stay in high precision, and
+    earlier versions had other patterns for them.
+    """
+    return _without_routers(fact) == _without_routers(other)
+
+
+def _without_routers(fact: str) -> str:
+    layers, separator, ignored = fact.rpartition(" without ")
+    if not separator or ignored == "None":
+        return fact
+    others = [pattern for pattern in ast.literal_eval(ignored) if pattern not in (*ROUTERS, *_EARLIER_ROUTERS)]
+    return f"{layers}{separator}{others}"
 
 
 def _facts_of_adapter(config: Any) -> dict[str, Any]:

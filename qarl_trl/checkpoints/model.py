@@ -133,8 +133,8 @@ class ModelMixin:
     def _name_base_checkpoint(self, path: Path) -> None:
         """Write a reference to the checkpoint that is the frozen base."""
         config = base_model(self._unwrapped).config
-        # A branch moves on: without a commit its newest would be taken for the base.
-        revision = (self.args.model_init_kwargs or {}).get("revision") or getattr(config, "_commit_hash", None)
+        # The commit first: a branch moves on, and its newest would be taken for the base.
+        revision = getattr(config, "_commit_hash", None) or (self.args.model_init_kwargs or {}).get("revision")
         name = config._name_or_path
         folder = Path(name).absolute()
         # A relative path would not be found from the adapter's folder.

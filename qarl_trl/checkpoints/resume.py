@@ -23,7 +23,7 @@ from .folder import (
     is_of_user,
     read_manifest,
 )
-from .identity import COMMIT, CONFIG, SETTINGS, WORKERS, without_choice_of_layers
+from .identity import COMMIT, CONFIG, SETTINGS, WORKERS, same_scheme, without_choice_of_layers
 from .lock import holding
 
 
@@ -254,6 +254,8 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
         )
     # Of a model of the Hub they are its name and the revision that was asked for.
     if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:
+        return
+    if name == "scheme" and same_scheme(stored.get(name, value), value):
         return
     # They left this choice out of the adapter, also where there was one.
     if name == "adapter" and TRAINED not in stored:

@@ -94,8 +94,8 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
                 "removed its quantization. Make a new trainer with that model."
             )
 
-        settings = compared_settings(self.args)
-        self._identity[SETTINGS] |= {name: settings[name] for name in READ_IN_TRAIN}
+        # For the comparison with a checkpoint; without one less may count, see below.
+        self._identity[SETTINGS] |= self._settings_that_count(is_resumed=True)
 
         with ExitStack() as stack:
             if resume_from_checkpoint is None and not self._owns_checkpoints:
@@ -111,6 +111,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
                 check_start(checkpoint, self.args)
             self._owns_checkpoints = True
             self._resumed = checkpoint is not None
+            self._identity[SETTINGS] |= self._settings_that_count(self._resumed)
 
             signals = StopOnSignal(self._any_process)
             self._epochs = EpochWatch()
@@ -122,15 +123,12 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             self._forget_earlier_call()
             # A script may have had the model answer. An optimizer must be made of its shards.
             reshard(self._unwrapped)
-            # Under FSDP the model is wrapped by now.
-            is_made_again = self.optimizer is self._optimizer_of_trainer and not self.is_fsdp_enabled
-            if checkpoint is not None and is_made_again:
+            if self._makes_optimizer(self._resumed):
                 # Its state comes from the checkpoint, and its settings may have changed since an earlier call.
                 self.optimizer = None
-            if self.optimizer is None:
                 # The next one is another.
                 self._made = None
-            elif checkpoint is None:
+            elif self.optimizer is self._optimizer_of_trainer or not self._resumed:
                 self._say_settings_of_the_optimizer()
             # Shards are other parameters than those that an optimizer was made of.
             if not self.is_fsdp_enabled:
@@ -142,6 +140,23 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
         return output
+
+    def _makes_optimizer(self, is_resumed: bool) -> bool:
+        """Whether a call of `train` makes an optimizer. A second call without a resume keeps that of the first."""
+        if self.optimizer is None:
+            return True
+        # transformers has taken the groups out of a script's dictionary when it made the first.
+        is_of_trainer = self.optimizer is self._optimizer_of_trainer and self.optimizer_cls_and_kwargs is None
+        # Under FSDP the model is wrapped by now.
+        return is_resumed and is_of_trainer and not self.is_fsdp_enabled
+
+    def _settings_that_count(self, is_resumed: bool) -> dict[str, Any]:
+        """What a call of `train` reads of the settings; of an optimizer that it keeps, what that was made with."""
+        settings = compared_settings(self.args)
+        counting = {name: settings[name] for name in READ_IN_TRAIN}
+        if not self._makes_optimizer(is_resumed):
+            counting |= {name: self._made_with[name] for name in KEPT_BY_OPTIMIZER if name in self._made_with}
+        return counting
 
     def _say_settings_of_the_optimizer(self) -> None:
         """Warn of settings that a script changed after the optimizer was made, which a second call keeps."""

@@ -127,8 +127,8 @@ def _from_tensors(
     """
     A model with the dense tensors of a checkpoint, but without the weights of the layers in `frozen`.
 
-    With FSDP's RAM-efficient loading the first process of a machine sends the others their shards. transformers (5.17)
-    makes the weights of the others zero, but only after it has loaded them.
+    With FSDP's RAM-efficient loading the first process sends all others their shards. transformers (5.17) makes the
+    weights of the others zero, but only after it has loaded them.
     """
     if is_fsdp_enabled() and not is_local_dist_rank_0():
         tensors = source.dense_without_values(without=frozen)

@@ -141,7 +141,11 @@ def with_stop_tokens(generation_kwargs: dict[str, Any] | None, tokenizer: Any) -
     strings = settings.get("stop") or ()
     strings = [strings] if isinstance(strings, str) else strings
 
-    added = tokenizer.get_added_vocab()
+    if not strings:
+        return generation_kwargs
+
+    # Mistral's own tokenizer has no such method.
+    added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
     tokens = [added[string] for string in strings if string in added]
     if not tokens:
         return generation_kwargs

@@ -62,7 +62,6 @@ OWNED_ENGINE_ARGUMENTS = (
     "distributed_executor_backend",
     "trust_remote_code",
     # Sampling settings for all requests: the loss would not know them.
-    "generation_config",
     "override_generation_config",
     # What the server loads of ours.
     "worker_extension_cls",
@@ -118,11 +117,20 @@ def check_choices(args: Any) -> None:
 
     literals = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
     for name, choices in (CHOICES_OF_TRL | literals).items():
-        if not hasattr(args, name):
+        # A user's class may give a field of TRL's more values.
+        if not hasattr(args, name) or _is_declared_by_user(type(args), name):
             continue
         value = getattr(args, name)
         if value not in choices:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}.")
+
+
+def _is_declared_by_user(cls: type, field: str) -> bool:
+    """Whether a class outside of TRL, transformers and this library declares a field of a config."""
+    for base in cls.__mro__:
+        if field in vars(base).get("__annotations__", {}):
+            return base.__module__.partition(".")[0] not in ("qarl_trl", "trl", "transformers")
+    return False
 
 
 def check_numbers(args: Any) -> None:
@@ -220,6 +228,12 @@ def check_engine(args: Any) -> None:
         raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
 
     _check_tokens(args)
+    defaults = (args.vllm_engine_kwargs or {}).get("generation_config", "vllm")
+    if defaults != "vllm":
+        raise ValueError(
+            f"vllm_engine_kwargs: generation_config must be 'vllm', got {defaults!r}: the loss would not know the "
+            "penalties of such a file. Set TRL's fields, or generation_kwargs."
+        )
     owned = sorted(set(args.vllm_engine_kwargs or {}) & set(OWNED_ENGINE_ARGUMENTS))
     if owned:
         raise ValueError(f"vllm_engine_kwargs sets {owned}, which the trainer sets from its own fields. Remove them.")

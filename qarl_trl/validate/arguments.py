@@ -145,8 +145,9 @@ def _check_trainable(model: str | nn.Module, trainer_arguments: TrainerArguments
             "peft_config must have inference_mode=False, got True, as the config of a saved adapter has it: the new "
             "adapter would be frozen, and nothing trained. Set peft_config.inference_mode = False."
         )
-    for name in ("r", "lora_alpha"):
-        value = getattr(peft_config, name, 1)
+    # Other kinds of adapters have an `r` that means something else.
+    for name in ("r", "lora_alpha") if isinstance(getattr(peft_config, "lora_alpha", None), int | float) else ():
+        value = getattr(peft_config, name)
         if not value > 0:
             raise ValueError(f"{name} of the adapter must be above 0, got {value}: it would train nothing.")
     if isinstance(model, str) or peft_config:

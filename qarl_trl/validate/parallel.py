@@ -16,7 +16,7 @@ from ..quant.sharding.shards import shape_of
 
 
 # What vLLM's models split along the input (`RowParallelLinear`), by transformers' names. They split other layers along
-# the output, which cuts no group.
+# the output, which cuts no group of inputs. Blocks of FP8_BLOCK it may cut, and vLLM says so itself.
 ROW_PARALLEL = ("o_proj", "out_proj", "down_proj")
 
 

@@ -25,8 +25,9 @@ def check_schedule(args: RunSettings, trainer_arguments: TrainerArguments) -> No
     if of_script is not None or args.deepspeed:
         return
 
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
-    # Any length of the run: whether there is such a schedule does not depend on it.
+    # Of any rate: whether there is such a schedule does not depend on it.
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    # And of any length.
     steps = max(args.max_steps, 1)
     try:
         get_scheduler(

@@ -30,6 +30,7 @@ from qarl_trl.checkpoints.folder import INCOMING
 from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.optimizer import trained_fact
 from qarl_trl.checkpoints.resume import check_start, resume_path
+from qarl_trl.quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 from qarl_trl.train import parse
 from qarl_trl.trainers import LowBitConfig
 
@@ -281,6 +282,19 @@ def test_another_source_of_answers_is_another_run(tmp_path, args, argument):
     del facts["settings"][argument]
     older = write(tmp_path, 2, **facts)
     assert resume_path("true", args, identity(reward_of_two)) == str(older)
+
+
+def test_other_patterns_of_routers_in_an_earlier_version_are_no_other_scheme(tmp_path, args):
+    def identity(ignore):
+        return identity_of("a", args, single_group(resolve_scheme("W4A16"), ["Linear"], ignore), {})
+
+    of_earlier = ["lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", "re:.*shared_expert_gate$"]
+    folder = write(tmp_path, 1, **identity(of_earlier))
+    assert resume_path("true", args, identity(list(DEFAULT_IGNORE))) == str(folder)
+
+    # Control: another layer stays in high precision.
+    with pytest.raises(ValueError, match="another run: scheme was"):
+        resume_path("true", args, identity([*DEFAULT_IGNORE, "re:.*down_proj"]))
 
 
 def test_another_trainer_is_another_run(tmp_path, args):

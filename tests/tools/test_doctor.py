@@ -604,7 +604,7 @@ def test_weights_in_bfloat16_without_room_are_said_and_do_not_fail(of_run, monke
     folder, args = of_run(use_vllm=True, chat_template_kwargs=None)
     dataset = Dataset.from_dict({"prompt": ["p"]})
     # 13.0 GiB, and 3 for work.
-    monkeypatch.setattr(room, "tensor_shapes", lambda _: {"weight": (7, 10**9)})
+    monkeypatch.setattr(room, "shapes_in", lambda _: {"weight": (7, 10**9)})
     # A CPU has another limit.
     assert measure._why_not_measured(folder, args, dataset) is None
 

@@ -97,3 +97,9 @@ def test_a_stop_string_that_is_an_added_token_stops_by_its_id(of_user, stops):
     assert (settings or {}).get("stop_token_ids") == expected
     # The strings stay, for tokens that spell them.
     assert (settings or {}).get("stop") == (of_user or {}).get("stop")
+
+
+def test_a_tokenizer_may_know_nothing_of_added_tokens():
+    """Mistral's own, which transformers takes for a folder with `tekken.json`."""
+    assert with_stop_tokens({"stop": ["#"]}, object()) == {"stop": ["#"]}
+    assert with_stop_tokens(None, object()) is None

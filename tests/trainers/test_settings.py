@@ -55,6 +55,7 @@ def test_half_a_config_is_refused():
             VLLM | {"vllm_engine_kwargs": {"override_generation_config": {"presence_penalty": 1.5}}},
             "override_generation",
         ),
+        (VLLM | {"vllm_engine_kwargs": {"generation_config": "auto"}}, "generation_config must be 'vllm', got 'auto'"),
         (VLLM | {"vllm_engine_kwargs": {"worker_extension_cls": "mine.Worker"}}, "worker_extension_cls"),
         (
             VLLM | {"vllm_mode": "colocate", "vllm_engine_kwargs": {"pipeline_parallel_size": 2}},
@@ -96,6 +97,19 @@ def test_the_choices_are_those_of_trl(config, name):
     # Control: each of them alone.
     for value in CHOICES_OF_TRL[name]:
         config(**{name: value})
+
+
+def test_a_users_class_may_give_a_field_of_trl_more_choices(tmp_path):
+    @dataclass
+    class MyConfig(LowBitGRPOConfig):
+        importance_sampling_level: str = "paragraph"
+
+    machine = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "report_to": "none"}
+
+    assert MyConfig(**machine).importance_sampling_level == "paragraph"
+    # Control: other fields are checked all the same.
+    with pytest.raises(ValueError, match="vllm_mode='colocated' must be one of"):
+        MyConfig(**machine, vllm_mode="colocated")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 from configs import config
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, OFTConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import DPOConfig
 from trl.experimental.cpo import CPOConfig
@@ -220,6 +220,9 @@ def test_an_adapter_that_would_train_nothing_is_refused(tmp_path, name, scheme):
     # peft itself refuses some in its constructor.
     lora = LoraConfig(target_modules=["q_proj"])
     check_arguments("org/model", args, {"peft_config": lora})  # control
+
+    # Its rank may be 0.
+    check_arguments("org/model", config(tmp_path, quant_scheme="none"), {"peft_config": OFTConfig()})
 
     setattr(lora, name, 0)
     with pytest.raises(ValueError, match=f"{name} of the adapter must be above 0, got 0"):

@@ -176,9 +176,9 @@ class SyncCheck:
         # The same in all processes, so that all of them stop or none.
         worst = max(readings, key=lambda reading: (reading.wrong, reading.logp_diff))
         self._report(worst)
-        self.limit = worst.limit
         if worst.wrong:
             raise RuntimeError(_refusal(worst, syncs))
+        self.limit = worst.limit
         if self.anchor is None and worst.limit == math.inf:
             logger.warning(
                 "verify_sync cannot tell whether the first sync reached the engine: "

@@ -146,7 +146,7 @@ def check_nvcc() -> CheckResult:
         f"there is none by CUDA_HOME, on the PATH or in {TOOLKIT}, and FlashInfer compiles with it. Install the CUDA "
         "toolkit, or do without FlashInfer: VLLM_USE_FLASHINFER_SAMPLER=0 for `vllm serve`, and "
         "vllm_engine_kwargs: {attention_backend: TRITON_ATTN} where vLLM attends by it: on Ada and Blackwell with "
-        "kv_cache_dtype: fp8, on Blackwell 10.x with any cache",
+        "kv_cache_dtype: fp8, on Blackwell 10.x with any cache. Ampere needs the toolkit for an FP8 cache",
     )
 
 

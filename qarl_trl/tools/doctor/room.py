@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ...config import QaRLConfig
-from ...export.files import tensor_shapes
+from ...export.files import shapes_in, weight_files
 from ..plan.memory.engine import ENGINE_WORK
 from ..plan.run import BFLOAT16, GIB
 
@@ -46,7 +47,7 @@ def why_no_room(folder: str, args: QaRLConfig) -> str | None:
     if args.device.type != "cuda":
         return None
 
-    entries = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
+    entries = sum(math.prod(shape) for shape in shapes_in(weight_files(Path(folder))).values())
     needed = BFLOAT16 * entries / args.vllm_tensor_parallel_size + ENGINE_WORK
     _, memory = torch.cuda.mem_get_info(args.device)
     available = free_share(args.device) * memory

@@ -15,6 +15,7 @@ from transformers import TrainingArguments
 from ...methods import QARL, Method
 from ...train import parse
 from ...validate.rollouts import check_processes
+from ...validate.schedule import check_schedule
 
 
 # Fields of a recipe and the value of each, as a command line has it: {"optim": "adamw_8bit"}.
@@ -74,6 +75,7 @@ def read_settings(
         _, settings, model_args = parse(argv, any_device=True, method=method, without=without)
         # The trainer asks this at its start, on the machine with the GPUs. The data are not read here.
         check_processes(settings, {})
+        check_schedule(settings, {})
     return settings, model_args
 
 

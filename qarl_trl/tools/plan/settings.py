@@ -34,6 +34,8 @@ MEAN_PROMPT = 200
 MEAN_ANSWER = 0.5
 # Adapters of this rank and below have a place in the engines of all versions of vLLM.
 USUAL_RANK = 512
+# vLLM's own `gpu_memory_utilization` (0.31).
+SHARE_OF_SERVER = 0.92
 
 
 def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
@@ -89,7 +91,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         checkpointing=settings.gradient_checkpointing,
         compute=2 if settings.bf16 else 4,
         engine=engine,
-        utilization=settings.vllm_gpu_memory_utilization if engine else 0.0,
+        utilization=_share_of_engine(settings, engine),
         # A server has GPUs of its own, and stays awake.
         sleep=engine == "colocate" and settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
@@ -110,6 +112,16 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         # Without an engine nothing here asks for vLLM's kernels.
         kernels=_kernels(quantization) if engine else (),
     )
+
+
+def _share_of_engine(settings: Any, engine: str) -> float:
+    """The share of a GPU's memory that an engine takes."""
+    if not engine:
+        return 0.0
+    share = settings.vllm_gpu_memory_utilization
+    # TRL's default leaves room for a learner, and `qarl-trl serve` leaves it out.
+    of_trl = type(settings).__dataclass_fields__["vllm_gpu_memory_utilization"].default
+    return SHARE_OF_SERVER if engine == "server" and share == of_trl else share
 
 
 def _check_low_bits(settings: Any, adapter: Any, fsdp2: bool) -> None:

@@ -66,7 +66,7 @@ class Panel:
 PANELS = (
     Panel("Reward", "mean reward", ("reward", "eval_reward")),
     Panel("Log-prob mismatch", "nats per token", ("mismatch/logp_diff_mean",), log=True),
-    Panel("Clipped", "share of completions", ("ratio/pos_high_frac", "ratio/neg_low_frac", "ratio/neg_high_frac")),
+    Panel("Clipped", "share of completions", ("ratio/clipped_frac", "ratio/neg_low_frac", "ratio/neg_high_frac")),
     Panel("Extremes of the sequence ratio", "learner now / at rollout", ("ratio/max", "ratio/min")),
     Panel("Quantized values that a sync changed", "share", ("quant/flip_frac",)),
     Panel("Entropy", "nats per token", ("entropy",)),
