@@ -175,6 +175,19 @@ def test_a_band_that_can_never_bind_is_named_with_the_arithmetic(tmp_path, caplo
         assert updates in caplog.text
 
 
+def test_a_float32_output_layer_beside_an_engine_is_said(tmp_path, caplog):
+    def said(**settings):
+        caplog.clear()
+        config(tmp_path, cast_lm_head_to_fp32=True, **settings)
+        return "multiplies with the float32 output layer" in caplog.text
+
+    assert said(use_vllm=True)
+    # Controls: nothing to differ from, and learners that differ more.
+    assert not said(use_vllm=False)
+    assert not said(use_vllm=True, quantize_learner=False)
+    assert not said(use_vllm=True, quant_scheme="none")
+
+
 def test_a_bound_of_tbpo_beside_another_loss_is_said(tmp_path, caplog):
     config(tmp_path, loss_type="grpo", tbpo_epsilon_high=0.2)
     assert "loss_type='grpo' does not read tbpo_epsilon_high" in caplog.text
