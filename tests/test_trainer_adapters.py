@@ -88,6 +88,19 @@ def test_the_reference_of_all_weights_is_the_unquantized_model(dense_model, tmp_
     assert logged(trainer, "kl")[0] > 0
 
 
+def test_a_reference_that_is_not_the_start_is_said(dense_model, tmp_path, caplog):
+    """A script changes the model in memory, and TRL loads the reference from its files."""
+
+    def make_from_memory(folder, scale):
+        model = AutoModelForCausalLM.from_pretrained(dense_model)
+        model.model.layers[0].mlp.up_proj.weight.data *= scale
+        make(model, tmp_path / folder, beta=0.1)
+        return "The reference model is not the start of the run" in caplog.text
+
+    assert not make_from_memory("same", 1.0)  # control
+    assert make_from_memory("changed", 1.5)
+
+
 def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(dense_model, tmp_path):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense_model), adapter())
     randomize_adapter(model, scale=0.05)

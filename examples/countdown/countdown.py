@@ -8,8 +8,8 @@ Any field of `QaRLConfig` and `ModelConfig` goes on the command line: `--report_
 The engine as a server on a second GPU, in two terminals of one user:
 
     CUDA_VISIBLE_DEVICES=1 qarl-trl serve --config examples/countdown/lora.yaml --sync_folder /dev/shm/countdown
-    python examples/countdown/countdown.py --config examples/countdown/lora.yaml --vllm_mode server \
-        --sync_folder /dev/shm/countdown
+    CUDA_VISIBLE_DEVICES=0 python examples/countdown/countdown.py --config examples/countdown/lora.yaml \
+        --vllm_mode server --sync_folder /dev/shm/countdown
 """
 
 import ast

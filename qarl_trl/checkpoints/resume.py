@@ -185,23 +185,36 @@ def _damaged(output_dir: Path) -> list[str]:
     return [f"{folder} ({reason})" for folder, reason in reasons.items() if reason]
 
 
-def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
-    """Refuse (`ValueError`) a checkpoint of another run, and one that no run can continue exactly."""
+def why_never_resumed(args: Any) -> str | None:
+    """
+    Why no checkpoint of a run can be resumed; `None` if all can.
+
+    Args:
+        args: The settings of the run.
+    """
     # Not every trainer of TRL has a reference model that follows the policy.
     if getattr(args, "sync_ref_model", False):
-        raise ValueError("sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False.")
+        return "sync_ref_model=True cannot be resumed: its reference is in no checkpoint. Set it to False."
     if getattr(args, "teacher_model_kind", None) == "ema":
-        raise ValueError(
+        return (
             "teacher_model_kind='ema' cannot be resumed: its teacher is in no checkpoint. Set it to 'base', or start "
             "a new run with the checkpoint as the model."
         )
     # transformers saves a dummy in place of an optimizer for each layer, and AdaLomo keeps its moments to itself.
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer.endswith("_layerwise") or optimizer == "adalomo":
-        raise ValueError(
+        return (
             f"optim={optimizer!r} cannot be resumed: its state is in no checkpoint. Start a new run with the "
             "checkpoint as the model, or use another optimizer."
         )
+    return None
+
+
+def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
+    """Refuse (`ValueError`) a checkpoint of another run, and one that no run can continue exactly."""
+    reason = why_never_resumed(args)
+    if reason is not None:
+        raise ValueError(reason)
 
     stored = read_manifest(Path(checkpoint))
     # DeepSpeed keeps the scheduler in files of its own.

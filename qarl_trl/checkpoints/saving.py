@@ -37,7 +37,7 @@ from .optimizer import (
     settings_of_groups,
     trained_fact,
 )
-from .resume import MADE, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path
+from .resume import MADE, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path, why_never_resumed
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 
@@ -133,8 +133,11 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             # Shards are other parameters than those that an optimizer was made of.
             if not self.is_fsdp_enabled:
                 say_if_of_another_model(self.optimizer, self.model)
+            never = why_never_resumed(self.args)
             if checkpoint is not None:
                 self._say_resumed(checkpoint)
+            elif never is not None and self.args.save_strategy != "no":
+                logger.warning("The checkpoints of this run will not resume it: %s", never)
             output = super().train(checkpoint, *args, **kwargs)
 
         if output.global_step == 0:

@@ -27,6 +27,13 @@ class LowBitSFTConfig(LowBitConfig, SFTConfig):
                 f"padding_free without packing does not cut rows to max_length={self.max_length}. Set packing: true, "
                 "or max_length: null."
             )
+        # TRL keeps packed texts apart by positions, which its collator writes only if the training has them.
+        writes_positions = self.packing or self.padding_free
+        if self.eval_packing and not writes_positions and self.packing_strategy != "wrapped":
+            raise ValueError(
+                "eval_packing must be False without packing: each text of an evaluation would be scored after its "
+                "neighbours. Set packing: true, too."
+            )
         # RecursionError in torch 2.13, at the first step. TRL's own trainer runs.
         if self.compiles and self.quantized:
             raise ValueError(

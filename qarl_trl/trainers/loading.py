@@ -12,6 +12,7 @@ from trl.trainer.utils import create_model_from_path
 
 from .. import guards
 from ..quant.names import base_model
+from ..quant.samples import SAMPLED
 
 
 logger = get_logger(__name__)
@@ -65,6 +66,30 @@ def warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:
             f"{tuple(rounded[0].shape)}. Updates below 1/500 of a weight are rounded away, at "
             f"learning_rate={learning_rate:g} perhaps most of them. Load the model with dtype=torch.float32."
         )
+
+
+def warn_of_another_reference(policy: nn.Module, reference: nn.Module) -> None:
+    """
+    Warn of a reference model that is not the policy's start. TRL loads it from the files that the policy's config
+    names, also if a script has changed the policy in memory.
+
+    Args:
+        policy: The trained model, whole.
+        reference: The reference model, whole.
+    """
+    of_reference = dict(reference.named_parameters())
+    for name, parameter in policy.named_parameters():
+        other = of_reference.get(name)
+        if other is None or other.shape != parameter.shape:
+            continue
+        # In one dtype, because the two may be loaded in two.
+        here, there = (tensor.detach().flatten()[:SAMPLED].cpu().to(torch.bfloat16) for tensor in (parameter, other))
+        if not torch.equal(here, there):
+            logger.warning(
+                f"The reference model is not the start of the run: they differ in {name}. TRL loads it from "
+                f"{base_model(policy).config._name_or_path}. Save the changed model, and name its folder as the model."
+            )
+            return
 
 
 def anchor_model(model: Any) -> Any:

@@ -44,7 +44,7 @@ from ..validate.rollouts import shares_engine
 from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
 from .forwards import ForwardGuard, ForwardsMixin, Trust, callback_of_user
-from .loading import anchor_model, load_whole, warn_of_rounded_weights
+from .loading import anchor_model, load_whole, warn_of_another_reference, warn_of_rounded_weights
 from .policy import quantize_policy
 from .sampling import check_end_tokens, say_inherited
 from .setting_checks import check_order
@@ -151,6 +151,10 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
 
         if args.quantized:
             warn_of_rounded_weights(self.model, args.learning_rate)
+        reference = getattr(self, "ref_model", None)
+        is_whole = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        if isinstance(model, nn.Module) and reference is not None and is_whole and arguments.get("ref_model") is None:
+            warn_of_another_reference(self._unwrapped, self.accelerator.unwrap_model(reference))
         if hasattr(self, "reward_func_names"):
             # TRL would log the rewards of one name as one, the mean of both.
             self.reward_func_names = distinct_names(self.reward_func_names)

@@ -108,8 +108,23 @@ def load_scaled(model, trainer):
     return other.evaluate()["eval_loss"]
 
 
+def test_packed_evaluations_need_the_positions_of_packed_training(tmp_path):
+    with pytest.raises(ValueError, match="eval_packing must be False without packing"):
+        LowBitSFTConfig(**settings(tmp_path, eval_packing=True))
+
+    # Controls: positions come with each of these, and 'wrapped' joins texts on purpose.
+    LowBitSFTConfig(**settings(tmp_path, eval_packing=True, packing=True))
+    LowBitSFTConfig(**settings(tmp_path, eval_packing=True, padding_free=True, max_length=None))
+    LowBitSFTConfig(**settings(tmp_path, eval_packing=True, packing_strategy="wrapped"))
+
+
 @pytest.mark.parametrize(
-    "changes", [{"packing": True}, {"eval_packing": True}, {"padding_free": True, "max_length": None}]
+    "changes",
+    [
+        {"packing": True},
+        {"packing": True, "eval_packing": True},
+        {"padding_free": True, "max_length": None},
+    ],
 )
 def test_rows_that_share_a_sequence_are_refused_where_layers_run_on(tmp_path, changes):
     """A convolution or a state space reads its neighbours whatever their positions say."""
