@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "benchmarks" / "results" / "arms" / "README.md", ROOT / "docs" / "results.md")
 SHOWN_REGIMES = ("hard", "again", "hot", "easy")
 # Those of the portable regimes that have cells.
-DEPLOYED_REGIMES = ("long", "long_stale", "hot_portable", "stale_portable")
+DEPLOYED_REGIMES = ("long", "long_stale", "long_stale_slow", "hot_portable", "stale_portable")
 # With the names that users read.
 USERS_REGIMES = {"hard": "hard", "hot_portable": "hot"}
 # Of the portable regimes: from, to, and how each is scored. All by transformers in float32, from the trained weights.
