@@ -50,7 +50,7 @@ def sample_parameters(parameters: Iterable[Tensor]) -> Samples:
     """
     samples: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        samples.setdefault((parameter.device, parameter.dtype), []).append(_sample(parameter))
+        samples.setdefault((parameter.device, parameter.dtype), []).append(sample(parameter))
 
     # Not one by one: each comparison would wait for the GPU.
     return {kind: torch.cat(of_kind) for kind, of_kind in samples.items()}
@@ -63,7 +63,7 @@ def are_equal(before: Samples, now: Samples) -> bool:
     return all(torch.equal(sample, now[kind]) for kind, sample in before.items())
 
 
-def _sample(weight: Tensor) -> Tensor:
+def sample(weight: Tensor) -> Tensor:
     """
     About `SAMPLED` numbers of a weight, at equal distances: a view.
 

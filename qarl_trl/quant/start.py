@@ -132,7 +132,8 @@ def _from_tensors(
     """
     if is_fsdp_enabled() and not is_local_dist_rank_0():
         tensors = source.dense_without_values(without=frozen)
-        # Where transformers puts what it loads, before it makes the zeros on the CPU.
+        # Where transformers puts what it loads, before it makes the zeros on the CPU. A script may load its model
+        # itself, where `_compat.construction` does not see to it.
         settings["device_map"] = {"": "meta"}
     else:
         tensors = source.dense(without=frozen)

@@ -12,7 +12,7 @@ from trl.trainer.utils import create_model_from_path
 
 from .. import guards
 from ..quant.names import base_model
-from ..quant.samples import SAMPLED
+from ..quant.samples import sample
 
 
 logger = get_logger(__name__)
@@ -83,7 +83,8 @@ def warn_of_another_reference(policy: nn.Module, reference: nn.Module) -> None:
         if other is None or other.shape != parameter.shape:
             continue
         # In one dtype, because the two may be loaded in two.
-        here, there = (tensor.detach().flatten()[:SAMPLED].cpu().to(torch.bfloat16) for tensor in (parameter, other))
+        here = sample(parameter).cpu().to(torch.bfloat16)
+        there = sample(other).cpu().to(torch.bfloat16)
         if not torch.equal(here, there):
             logger.warning(
                 f"The reference model is not the start of the run: they differ in {name}. TRL loads it from "
