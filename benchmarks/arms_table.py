@@ -78,7 +78,6 @@ SHOWN_ARMS = (
     "rollout-only TBPO",
     "QaRL TBPO",
 )
-NOT_SHOWN_OF_LONG = ("rollout-only GRPO without TIS", "QaRL GSPO")
 NOT_RUN = "not run"
 # The columns that the tables of all regimes have.
 FIGURES = ("reward", "collapsed", "mismatch, nats", "A < 0 above, %", "cut, %", "error tokens, %")
@@ -229,8 +228,6 @@ def users_long_table(regime: str) -> str:
 
     rows = [["before training", *of_start]]
     for arm in arms_of(regime):
-        if arm in NOT_SHOWN_OF_LONG:
-            continue
         cells = read(regime, arm)
         deployed = [deployed_accuracy(cells, way, "{:.0f}") for way in ways]
         rows.append([arm, *deployed])

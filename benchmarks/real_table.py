@@ -49,6 +49,7 @@ PAIRS = (
     ("the loss", "QaRL GSPO", "QaRL TBPO"),
     ("the loss, and its weight, learner in bfloat16", "rollout-only GRPO", "rollout-only TBPO"),
     ("the engine's weights", "bf16 GRPO", "rollout-only GRPO"),
+    ("the engine's weights, both by GPTQ", "bf16 GRPO, GPTQ", "rollout-only GRPO, GPTQ"),
     ("quantization after training, not during it", "QaRL GRPO", "bf16 GRPO"),
     ("quantization after training, TBPO", "QaRL TBPO", "bf16 TBPO"),
     ("GPTQ after training, not rounding", "bf16 GRPO", "bf16 GRPO, GPTQ"),
@@ -72,13 +73,16 @@ DISTILLED = {
 }
 # What a user decides, over all regimes: contrast, then learner and model before and after the change.
 CHOICES = (
+    ("rollout-only less bf16 rollouts, in bfloat16", ("bf16", "masters"), ("rollout-only", "masters")),
+    ("rollout-only less bf16 rollouts, both by GPTQ", ("bf16", "gptq"), ("rollout-only", "gptq")),
     ("QaRL less rollout-only, rounded", ("rollout-only", "low_bit"), ("QaRL", "low_bit")),
-    ("both by GPTQ", ("rollout-only", "gptq"), ("QaRL", "gptq")),
-    ("both in bfloat16", ("rollout-only", "masters"), ("QaRL", "masters")),
+    ("QaRL less rollout-only, both by GPTQ", ("rollout-only", "gptq"), ("QaRL", "gptq")),
+    ("QaRL less rollout-only, both in bfloat16", ("rollout-only", "masters"), ("QaRL", "masters")),
     ("QaRL rounded less rollout-only by GPTQ", ("rollout-only", "gptq"), ("QaRL", "low_bit")),
+    ("QaRL rounded less bf16 rollouts by GPTQ", ("bf16", "gptq"), ("QaRL", "low_bit")),
     ("GPTQ less rounding, bf16 rollouts", ("bf16", "low_bit"), ("bf16", "gptq")),
-    ("the same, rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
-    ("the same, QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
+    ("GPTQ less rounding, rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
+    ("GPTQ less rounding, QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
 )
 # Those whose start was not distilled: distilled master weights are made to be rounded, so GPTQ and bfloat16 mean
 # another thing of them.
@@ -93,6 +97,12 @@ INSTEAD = (
     ("rollout-only GRPO, distilled again", ("undistilled", "rollout-only GRPO", "again")),
     ("QaRL GRPO from the rounded start", ("undistilled", "QaRL GRPO", "low_bit")),
     ("QaRL GRPO from the rounded start, distilled again", ("undistilled", "QaRL GRPO", "again")),
+)
+# Of those, what the users' table of choices has.
+CHOICES_DISTILLED = (
+    ("QaRL from a distilled start less rollout-only from it", ("distilled", "rollout-only GRPO", "low_bit")),
+    ("QaRL from a distilled start less rollout-only by GPTQ", ("undistilled", "rollout-only GRPO", "gptq")),
+    ("QaRL from a distilled start less bf16 rollouts by GPTQ", ("undistilled", "bf16 GRPO", "gptq")),
 )
 LOSSES = ("GRPO", "TBPO")
 SEEDS = range(100)
@@ -442,15 +452,26 @@ def pairs_of_choice(first: tuple[str, str], second: tuple[str, str]) -> list[Pai
 
 
 def choices_table() -> str:
-    """Each contrast of `CHOICES` over all of its pairs."""
+    """Each contrast of `CHOICES` over all of its pairs, then those of the distilled start."""
     rows = []
     for what, first, second in CHOICES:
         pairs = pairs_of_choice(first, second)
-        means = [pair.mean for pair in pairs]
-        above = sum(mean > 0 for mean in means)
-        spread = f"{min(means):+.1f} to {max(means):+.1f}"
-        rows.append([what, mean_gain([pair.points for pair in pairs]), f"{above} of {len(pairs)}", spread])
+        rows.append([what, *summary([pair.points for pair in pairs])])
+
+    for what, other in CHOICES_DISTILLED:
+        points = []
+        for before, after in seeds_of_both(other).values():
+            points.append(points_between(shares(before, other[2]), shares(after, RECOVERED[2])))
+        if points:
+            rows.append([what, *summary(points)])
     return markdown(["what is compared", "points", "pairs above 0", "range"], rows)
+
+
+def summary(points: list[list[float]]) -> list[str]:
+    """Mean with its error, pairs above 0, and range of some differences, each a list of points by problem."""
+    means = [statistics.fmean(pair) for pair in points]
+    above = sum(mean > 0 for mean in means)
+    return [mean_gain(points), f"{above} of {len(means)}", f"{min(means):+.1f} to {max(means):+.1f}"]
 
 
 def deployed_table(greedy: bool) -> str:

@@ -260,9 +260,8 @@ def test_the_readmes_estimates_are_those_of_plan(model, monkeypatch, capsys):
         return
 
     assert bf16 in re.search("^bf16 .*", said, re.MULTILINE)[0].split()
-    lowest, highest = re.search(rf" {speed} \(([\d.]+) to ([\d.]+)\) ", arm).groups()
-    assert "Speeds may be off by 40 %." in readme
-    assert max(100 * abs(float(limit) / float(speed) - 1) for limit in (lowest, highest)) < 40.5
+    # The range alone: it holds 1, or nearly, so that the figure in it would say too much.
+    assert f" ({speed}) " in arm
 
 
 def test_the_readme_names_the_speeds_that_were_measured():

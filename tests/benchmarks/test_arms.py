@@ -208,14 +208,62 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     points = points_of(arms_table.portable_differences("long"))
     rounded = points["QaRL less rollout-only, GRPO"]
     deployed = points["QaRL GRPO rounded less rollout-only GRPO by GPTQ"]
+    rounded_tbpo = points["the same, TBPO"]
+    deployed_tbpo = points["QaRL TBPO rounded less rollout-only TBPO by GPTQ"]
 
     sentences = {
         "README.md": f"it is open: QaRL was {deployed} points better",
-        "docs/results.md": f"{deployed} points above rollout-only GRPO with GPTQ, and {rounded} above it when both",
-        "docs/which_learner.md": f"{rounded} points above rollout-only GRPO when both are rounded, and {deployed}",
+        "docs/results.md": f"as trained, ended {deployed} points above rollout-only GRPO with GPTQ (eight pairs)",
+        "docs/which_learner.md": (
+            f"(by GRPO {rounded} points, by TBPO {rounded_tbpo}). With GPTQ for rollout-only it is open: "
+            f"{deployed} by GRPO, {deployed_tbpo} by TBPO"
+        ),
     }
     for page, sentence in sentences.items():
         assert sentence in (ROOT / page).read_text()
+
+    # "Both below the untrained start with GPTQ", and "no arm is above that, except bf16 GRPO, by 0.8".
+    start = json.loads((arms.FOLDER / "long_before.json").read_text())["scores"]["gptq"]
+    best = {}
+    for arm in arms.PORTABLE_ARMS:
+        means = []
+        for way in ("as it is", "rounded", "gptq"):
+            shares = arms_table.scores_by_seed("long", arm, way).values()
+            means.append(sum(shares) / len(shares))
+        best[arm] = max(means)
+    assert [arm for arm, share in best.items() if share > start] == ["bf16 GRPO"]
+    assert f"{100 * (best['bf16 GRPO'] - start):.1f}" == "0.8"
+
+
+def test_figures_of_the_hot_toy_in_sentences_are_those_of_its_cells():
+    cells = {arm: arms_table.read("hot_portable", arm) for arm in arms.PORTABLE_ARMS}
+    collapsed = {arm: sum(map(arms_table.collapsed, of_arm)) for arm, of_arm in cells.items()}
+    rollout_only = [arm for arm in cells if arm.startswith("rollout-only")]
+    runs = sum(len(cells[arm]) for arm in rollout_only)
+
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert f"of {sum(collapsed.values())} of {runs} rollout-only runs collapsed, and of no other run" in text
+    assert [arm for arm in cells if collapsed[arm] and arm not in rollout_only] == []
+
+    # "Every arm, bf16 GRPO too, ends below the start in bfloat16 (87)", whichever way it is deployed.
+    start = arms_table.starts_of("hot_portable")["bf16"]
+    assert f"{100 * start:.0f}" == "87"
+    for arm in cells:
+        for way in ("as it is", "rounded", "gptq"):
+            shares = arms_table.scores_by_seed("hot_portable", arm, way).values()
+            assert sum(shares) / len(shares) < start
+
+
+def test_figures_of_the_stale_toy_in_sentences_are_those_of_its_pairs():
+    table = arms_table.portable_differences("stale_portable")
+    # Its first four rows are QaRL less rollout-only, rounded.
+    rounded = table.splitlines()[2:6]
+    above = sum(int(row.split("|")[4].split()[0]) for row in rounded)
+    deployed = points_of(table)["QaRL GRPO rounded less rollout-only GRPO by GPTQ"]
+
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert f"above rollout-only in {above} of 32 pairs, rounded" in text
+    assert f"with GPTQ it was {deployed}, above 0 in four of eight pairs" in text
 
 
 def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():

@@ -62,6 +62,50 @@ def score_of(arm: str, seed: int, model: str, greedy: bool = False) -> float:
     return statistics.fmean(real_table.shares(real_table.read_cell("g64", arm, seed), model, greedy))
 
 
+def points_by_row(table: str, column: int) -> dict[str, str]:
+    """A column of a table by the first one, without the sign of its figures."""
+    by_row = {}
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        by_row[cells[0]] = cells[column].lstrip("+-")
+    return by_row
+
+
+def test_the_advice_has_the_figures_of_its_pairs():
+    """What the pages for users say, of the rows that hold it."""
+    points = points_by_row(real_table.choices_table(), 1)
+    gptq = points["GPTQ less rounding, bf16 rollouts"]
+    of_rollout_only = points["rollout-only less bf16 rollouts, both by GPTQ"]
+    as_trained = points["QaRL rounded less rollout-only by GPTQ"]
+    rounded = points["QaRL less rollout-only, rounded"]
+    from_distilled = points["QaRL from a distilled start less rollout-only by GPTQ"]
+    of_a_start = points_by_row(real_table.differences_table("undistilled"), 5)["the engine's weights, both by GPTQ"]
+
+    sentences = {
+        "docs/results.md": [
+            f"GPTQ gained {gptq} points over rounding",
+            f"ended {of_rollout_only} points below (six pairs); from one of two starts {of_a_start} below",
+            f"It ended {as_trained} points above QaRL as trained (ten pairs)",
+            f"QaRL is {rounded} above rollout-only (14 pairs)",
+            f"From there QaRL ended {from_distilled} points above rollout-only with GPTQ",
+        ],
+        "docs/which_learner.md": [f"{of_rollout_only} points below bf16 rollouts, both with GPTQ"],
+        "README.md": [f"rollout-only, then GPTQ, was {as_trained} points better ([10 pairs]"],
+    }
+    for page, said in sentences.items():
+        text = (ROOT / page).read_text()
+        for sentence in said:
+            assert sentence in text, sentence
+
+
+def test_three_equal_pairs_of_the_advice_are_those_of_tbpo():
+    pairs = real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))
+    first, second, third = [f"{pair.mean:+.1f}" for pair in pairs if (pair.regime, pair.loss) == ("g64", "TBPO")]
+
+    text = (ROOT / "docs" / "results.md").read_text()
+    assert f"Three equal pairs gave {first}, {second} and {third} points" in text
+
+
 def test_figures_in_sentences_are_those_of_the_cells():
     """Those of docs/ that stand in no table."""
     results = (ROOT / "docs" / "results.md").read_text()
