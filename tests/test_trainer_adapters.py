@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, get_peft_model
-from slow.toys import logged, randomize_adapter, stored_tensors
-from toy_runs import adapter, changed, copies_of, make, master_weights
+from slow.toys import distinct_characters, logged, prompts, randomize_adapter, stored_tensors
+from toy_runs import adapter, changed, copies_of, make, master_weights, without_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
 
@@ -171,9 +172,12 @@ def test_a_peft_model_with_a_reference_resumes_with_the_adapter_of_the_checkpoin
         assert parameter.requires_grad == (".default." in name)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_an_adapter_resumes_with_its_dtype_and_its_frozen_part(dense_model, tmp_path, beta):
-    """peft loads it in float32, and a reference is an adapter, beside which peft trains all of the other."""
+@pytest.mark.parametrize(("beta", "has_optimizer"), [(0.0, False), (0.1, False), (0.0, True)])
+def test_an_adapter_resumes_with_its_dtype_and_its_frozen_part(dense_model, tmp_path, beta, has_optimizer):
+    """
+    peft loads it in float32, and a reference is an adapter, beside which peft trains all of the other. An optimizer of
+    a script holds the parameters that were there before the checkpoint was loaded.
+    """
 
     def trainer_in(folder):
         torch.manual_seed(0)
@@ -182,7 +186,13 @@ def test_an_adapter_resumes_with_its_dtype_and_its_frozen_part(dense_model, tmp_
         for name, parameter in model.named_parameters():
             if "q_proj" in name:
                 parameter.requires_grad_(False)
-        return make(model, folder, beta=beta, max_steps=3, save_strategy="steps", save_steps=1)
+        optimizers = (None, None)
+        if has_optimizer:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizers = (torch.optim.AdamW(trained, lr=1e-2), None)
+        changes = {"beta": beta, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+        args = QaRLConfig(**without_engine(folder, **changes))
+        return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(), optimizers=optimizers)
 
     straight = trainer_in(tmp_path / "straight")
     straight.train()

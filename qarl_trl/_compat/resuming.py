@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerState
 
@@ -64,25 +65,27 @@ def restore_default_adapter(model: Any, folder: str) -> None:
 
 
 @contextmanager
-def dtypes_and_flags_kept(model: nn.Module) -> Iterator[None]:
+def dtypes_and_flags_kept(model: Any) -> Iterator[None]:
     """
     Let parameters keep their dtypes, and whether they are trained, while a checkpoint is loaded in the block.
 
-    `PeftModel.load_adapter` (peft 0.21) makes an adapter of bfloat16 float32, and `set_adapter` makes all of its
-    parameters trainable.
+    `PeftModel.load_adapter` (peft 0.21) makes an adapter of bfloat16 float32, in new parameters that an optimizer of a
+    script does not know, and `set_adapter` makes all of its parameters trainable.
 
     Args:
-        model: The model.
+        model: The `PeftModel`.
     """
     before = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
-    yield
+    load_as_it_is = partial(model.load_adapter, autocast_adapter_dtype=False)
+    with patch.object(model, "load_adapter", load_as_it_is):
+        yield
 
     for name, parameter in model.named_parameters():
         # An adapter that a user put into the checkpoint is a new one.
         if name not in before:
             continue
         dtype, is_trained = before[name]
-        # In place: the optimizer may hold it already.
+        # In place, as above.
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
         parameter.requires_grad_(is_trained)

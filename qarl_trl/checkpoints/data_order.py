@@ -120,6 +120,8 @@ class DataOrderMixin:
         """
         self._load_rng_state(str(self._before_epoch_end))
         self._before_epoch_end = None
+        # With `restore_callback_states_from_checkpoint` it still asks for the save that wrote the checkpoint.
+        self.control.should_save = False
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         self._maybe_log_save_evaluate(
             self._tr_loss, None, self.model_wrapped, trial, self.state.epoch, ignore_keys_for_eval, start_time

@@ -96,7 +96,8 @@ def identity_of(
     facts = {
         "model": name,
         "weights": weights_fact(name, args.model_init_kwargs),
-        "tokenizer": _tokenizer_fact(trainer_arguments.get("processing_class"), args),
+        # Earlier versions stored "tokenizer", a digest that knew nothing of the settings.
+        "processing_class": _tokenizer_fact(trainer_arguments.get("processing_class"), args),
         "scheme": scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),

@@ -269,6 +269,11 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
     if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:
         return
     if name == "scheme" and same_scheme(stored.get(name, value), value):
+        if stored.get(name, value) != value:
+            logger.warning(
+                f"{checkpoint} names the routers of mixtures of experts otherwise. Layers within a router of Gemma-4 "
+                "and Zaya, which its run may have trained in low bits, stay in high precision from here on."
+            )
         return
     # They left this choice out of the adapter, also where there was one.
     if name == "adapter" and TRAINED not in stored:

@@ -162,6 +162,9 @@ def check_numbers(args: Any) -> None:
 
 def _check_sampling_ranges(args: Any) -> None:
     """Refuse (`ValueError`) what neither vLLM nor transformers samples with: they say so only at the first answer."""
+    for name in ("temperature", "top_p", "repetition_penalty"):
+        if getattr(args, name, 1.0) is None:
+            raise ValueError(f"{name} must be a number, got None. Leave it out for TRL's default.")
     temperature = getattr(args, "temperature", 1.0)
     top_p = getattr(args, "top_p", 1.0)
     # Written so that a NaN is refused, too: every comparison with it is false.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ OTHER_HEADS = ("score", "classifier")
 # Of the attention of DeepSeek (MLA): when it decodes, vLLM 0.31 multiplies with parts of this layer's weight itself
 # (`process_weights_after_loading` of `mla_attention.py`).
 LATENT = "kv_b_proj"
+# Models with a layer of this name that vLLM runs by its usual attention, which always calls the layer.
+WITHOUT_LATENT_ATTENTION = ("minicpm3",)
 
 
 def check_plan(plan: QuantizationConfig, args: RunSettings) -> None:
@@ -87,8 +90,9 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
             logger.warning(f"quant_recipe: {words_of_unused_targets(missing)}")
         _warn_of_merged(model)
         if args.has_engine:
-            _check_latent_attention(model)
             check_parallel(model, args)
+        if args.has_engine and args.quantize_learner and decodes_latent(config):
+            _check_latent_attention(model, args)
 
     missing = [] if adapter is None else unused_targets(model, adapter)
     if missing:
@@ -100,7 +104,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
 
     # An adapter on a frozen base needs a low-bit layer under each of its factors, and an engine that takes its rank.
     if args.frozen:
-        _check_aligned(model, adapter)
+        _check_aligned(model, adapter, decodes_latent(config))
         if args.has_engine:
             engine_rank(adapter.r)  # raises if vLLM has none
 
@@ -204,8 +208,31 @@ def _arithmetic_of(layer: Any) -> tuple[Any, Any] | None:
     return layer.scheme.weights, layer.scheme.input_activations
 
 
-def _check_aligned(model: nn.Module, adapter: Any) -> None:
-    """Try to put an adapter on top of a frozen base, of which `model` has no weights yet."""
+def decodes_latent(config: PretrainedConfig) -> bool:
+    """
+    Whether vLLM decodes with parts of the weight of `LATENT`, and not by calling the layer.
+
+    Args:
+        config: The model's config.
+    """
+    # vLLM's own switch (`vllm/envs.py`).
+    if os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0"):
+        return False
+    return config.get_text_config().model_type not in WITHOUT_LATENT_ATTENTION
+
+
+def _check_aligned(model: nn.Module, adapter: Any, is_latent: bool) -> None:
+    """
+    Try to put an adapter on top of a frozen base, of which `model` has no weights yet.
+
+    Args:
+        model: The base, quantized.
+        adapter: The `peft.LoraConfig`.
+        is_latent: Whether vLLM decodes with the weight of `LATENT`.
+
+    Raises:
+        ValueError: if a layer would get an adapter that no low-bit layer, or not the engine, could have.
+    """
     from peft import get_peft_model  # optional, so only here
 
     from ..quant.layers.frozen import align_adapters
@@ -215,22 +242,26 @@ def _check_aligned(model: nn.Module, adapter: Any) -> None:
         adapted = get_peft_model(model, copy.deepcopy(adapter))
         align_adapters(adapted)
     for name, module in adapted.named_modules():
-        if name.endswith(LATENT) and hasattr(module, "lora_A"):
+        if is_latent and name.endswith(LATENT) and hasattr(module, "lora_A"):
             raise ValueError(
                 f"lora_base='frozen': {LATENT} must have no adapter, because vLLM decodes with the base's matrix "
                 "alone. Leave it out of target_modules, or use 'merged'."
             )
 
 
-def _check_latent_attention(model: nn.Module) -> None:
+def _check_latent_attention(model: nn.Module, args: RunSettings) -> None:
     """
     Refuse (`ValueError`) 8-bit inputs of `LATENT`, which vLLM has in prefill alone: the sync check would not see it.
     """
+    advice = f"Add 're:.*{LATENT}' to quant_ignore."
+    if args.from_checkpoint:
+        # It says which layers are quantized.
+        advice = "Start from a checkpoint that leaves it in high precision, or set quantize_learner: false."
     for name, module in model.named_modules():
         if name.endswith(LATENT) and isinstance(module, LowBitLayer) and module.scheme.input_activations is not None:
             raise ValueError(
                 f"{name} must stay in high precision with this scheme, because vLLM decodes with its weight and "
-                f"unquantized inputs. Add 're:.*{LATENT}' to quant_ignore."
+                f"unquantized inputs. {advice}"
             )
 
 

@@ -269,7 +269,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(model, checkpoint_of, tmp_
     settings = LONG | {"save_strategy": "no", "resume_from_checkpoint": str(checkpoint_of(6))}
     args = QaRLConfig(**without_engine(tmp_path, **settings))
 
-    with pytest.raises(ValueError, match="tokenizer was"):
+    with pytest.raises(ValueError, match="processing_class was"):
         QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(4), processing_class=tokenizer)
 
 
@@ -581,6 +581,19 @@ def test_a_run_that_resumes_from_the_last_update_of_an_epoch_evaluates_that_epoc
 
     assert evaluations(resumed) == evaluations(straight)
     assert same(master_weights(resumed), master_weights(straight))
+
+
+def test_a_complete_run_writes_no_checkpoint_when_it_ends_its_epoch_again(model, tmp_path):
+    """Its checkpoint still asks for the save that wrote it, where the states of callbacks are restored."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "restore_callback_states_from_checkpoint": True}
+    make_evaluated(model, tmp_path / "straight", **saves).train()
+    checkpoint = tmp_path / "straight" / "checkpoint-4"
+    # Control: it does ask.
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    assert state["stateful_callbacks"]["TrainerControl"]["args"]["should_save"]
+
+    make_evaluated(model, tmp_path / "resumed", **saves).train(resume_from_checkpoint=str(checkpoint))
+    assert not (tmp_path / "resumed" / "checkpoint-4").exists()
 
 
 @pytest.mark.parametrize("update", [2, 4])

@@ -125,6 +125,7 @@ def test_a_users_class_may_give_a_field_of_trl_more_choices(tmp_path):
         (LowBitRLOOConfig, {"reward_clip_range": (1, -1)}, "reward_clip_range"),
         (LowBitRLOOConfig, {"vllm_mode": "colocated"}, "vllm_mode"),
         (LowBitDistillationConfig, {"top_p": 0.0}, "top_p"),
+        (LowBitRLOOConfig, {"repetition_penalty": None}, "repetition_penalty must be a number"),
         (LowBitDistillationConfig, {"temperature": 0.0}, "temperature"),
         (LowBitDistillationConfig, {"vllm_model_impl": "transfomers"}, "vllm_model_impl"),
         (LowBitSFTConfig, {"per_device_train_batch_size": 0}, "per_device_train_batch_size"),

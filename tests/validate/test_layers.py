@@ -100,6 +100,24 @@ def test_what_vllm_decodes_by_another_product_than_it_prefills_is_refused(tmp_pa
     check_layers_of(model, config(tmp_path, **eight_bits, quant_ignore=ignored))
     check_layers_of(model, config(tmp_path, quant_scheme="W4A16", quant_group_size=32, use_vllm=True))
     check_layers_of(model, config(tmp_path, quant_scheme="FP8_DYNAMIC", use_vllm=False))
+    # Nor where the learner claims no agreement.
+    check_layers_of(model, config(tmp_path, **eight_bits, quantize_learner=False))
+
+
+def test_a_model_without_latent_attention_may_have_a_layer_of_its_name(tmp_path, monkeypatch):
+    """MiniCPM3, which vLLM runs by its usual attention, and every model with vLLM's own switch."""
+    model = latent_attention(tmp_path / "model")
+    args = config(tmp_path, quant_scheme="FP8_DYNAMIC", use_vllm=True)
+    monkeypatch.setattr("qarl_trl.validate.layers.WITHOUT_LATENT_ATTENTION", ("deepseek_v2",))
+    check_layers_of(model, args)
+
+    # Control: it is the type that decides.
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="kv_b_proj must stay in high precision"):
+        check_layers_of(model, args)
+
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    check_layers_of(model, args)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "kv_b_proj"]])

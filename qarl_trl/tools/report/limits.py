@@ -18,6 +18,7 @@ TRL_NAMES = "metrics.md#trls-names-to-watch"
 ERROR_TOKENS = "metrics.md#error-tokens"
 
 EQUAL_REWARDS = "frac_reward_zero_std"
+CLIPPED = "ratio/clipped_frac"
 OTHER_PROBLEMS = "Use other problems."
 LOWER_RATE = "Lower learning_rate, or use fewer updates per rollout batch (steps_per_generation)."
 
@@ -44,6 +45,23 @@ class Limit:
     page: str
 
 
+# What runs of versions before `ratio/clipped_frac` logged in its place.
+EARLIER_CLIPS = tuple(
+    Limit(
+        metric,
+        look=0.3,
+        bad=0.7,
+        text=f"{{:.0%}} of the answers are clipped ({which})",
+        advice=LOWER_RATE,
+        page=RATIOS,
+    )
+    for metric, which in (
+        ("ratio/pos_high_frac", "A > 0, above"),
+        ("ratio/neg_low_frac", "A < 0, below"),
+        ("ratio/neg_high_frac", "A < 0, above"),
+    )
+)
+
 LIMITS = (
     Limit(
         EQUAL_REWARDS,
@@ -62,7 +80,7 @@ LIMITS = (
         page=COLLAPSED,
     ),
     Limit(
-        "ratio/clipped_frac",
+        CLIPPED,
         look=0.3,
         bad=0.7,
         text="{:.0%} of the answers with an advantage are clipped",

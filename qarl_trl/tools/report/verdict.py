@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .limits import COLLAPSED, EQUAL_REWARDS, LIMITS, MISMATCH, NOTHING, OTHER_PROBLEMS
+from .limits import CLIPPED, COLLAPSED, EARLIER_CLIPS, EQUAL_REWARDS, LIMITS, MISMATCH, NOTHING, OTHER_PROBLEMS
 from .runs import LoggedRun
 
 
@@ -245,7 +245,8 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
 
     # What is within its limit is told in one line, so that a reader sees the figures.
     within = []
-    for limit in LIMITS:
+    is_earlier = len(run.values(CLIPPED)) == 0
+    for limit in (*LIMITS, *EARLIER_CLIPS) if is_earlier else LIMITS:
         share = quarters(run, limit.metric)[-1]
         if limit.metric == "quant/flip_frac" and share < FEWEST_FLIPS:
             continue

@@ -47,6 +47,16 @@ def test_what_is_within_its_limit_is_told_with_its_figure():
     assert "6% of the answers with an advantage are clipped" in judge_log(rows)[-1].text
 
 
+def test_a_run_of_an_earlier_version_is_judged_by_the_shares_that_it_logged():
+    rows = [without(row, "ratio/clipped_frac") for row in log(**{"ratio/neg_low_frac": 0.9})]
+    (judgement,) = judgements_of_level(rows, "bad")
+    assert "90% of the answers are clipped (A < 0, below)" in judgement.text
+
+    # Control: a run that logs the share of all answers is judged by that.
+    rows = log(**{"ratio/neg_low_frac": 0.9, "ratio/clipped_frac": 0.06})
+    assert judgements_of_level(rows, "bad") == []
+
+
 @pytest.mark.parametrize(
     ("changes", "level", "text"),
     [
