@@ -54,6 +54,10 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"tbpo_delta_low": 0.0, "loss_type": "grpo"}, "tbpo_delta_low"),
         ({"tbpo_mismatch_cap": 1.0}, "tbpo_mismatch_cap"),
         ({"torch_compile": True}, "torch_compile must be False with loss_type='tbpo'"),
+        (
+            {"torch_compile": True, "loss_type": "grpo", "gradient_checkpointing": False},
+            "needs gradient_checkpointing: true",
+        ),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         ({"neftune_noise_alpha": 5.0, "loss_type": "grpo"}, "neftune_noise_alpha"),
         ({"epsilon": 0.1}, "epsilon"),
@@ -128,6 +132,7 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         {"tbpo_delta_high": 1e-4},
         # Whose bounds are 0.2 wide. Compiled code moves a ratio by 0.04 at most.
         {"torch_compile": True, "loss_type": "grpo"},
+        {"torch_compile": True, "loss_type": "grpo", "gradient_checkpointing": False, "quant_scheme": "none"},
         # Bounds of the loss that is used.
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_high": 1e-4},
         VLLM | {"mismatch_abort_threshold": 0.1},

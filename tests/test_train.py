@@ -354,6 +354,7 @@ def test_a_pair_of_numbers_is_no_text():
         (["--model_name_or_path", ""], "model_name_or_path"),
         (["--dataset_name_or_path", ""], "dataset_name_or_path"),
         (["--eval_strategy", "steps"], "eval_dataset_name_or_path"),
+        (["--eval_on_start", "true"], "eval_dataset_name_or_path"),
         # Options without a value, and with one too many.
         (["--max_steps"], "max_steps"),
         (["--max_steps", "1", "2"], "'2' is neither an option"),

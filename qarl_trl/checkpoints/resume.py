@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,23 @@ def why_never_resumed(args: Any) -> str | None:
             f"optim={optimizer!r} cannot be resumed: its state is in no checkpoint. Start a new run with the "
             "checkpoint as the model, or use another optimizer."
         )
+    return None
+
+
+def why_callbacks_forget(callbacks: Sequence[Any]) -> str | None:
+    """
+    Why a run with these callbacks cannot be resumed; `None` if it can.
+
+    Args:
+        callbacks: Those of the trainer.
+    """
+    for callback in callbacks:
+        # `BEMACallback` of `trl.experimental.bema_for_ref_model` (TRL 1.16).
+        if getattr(callback, "update_ref_model", False):
+            return (
+                f"A run with {type(callback).__name__}(update_ref_model=True) cannot be resumed: its reference is in "
+                "no checkpoint. Leave the callback out, or start a new run with the checkpoint as the model."
+            )
     return None
 
 

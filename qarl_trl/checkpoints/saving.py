@@ -37,7 +37,16 @@ from .optimizer import (
     settings_of_groups,
     trained_fact,
 )
-from .resume import MADE, TRAINED, WITHIN_BATCH, changed_settings, check_start, resume_path, why_never_resumed
+from .resume import (
+    MADE,
+    TRAINED,
+    WITHIN_BATCH,
+    changed_settings,
+    check_start,
+    resume_path,
+    why_callbacks_forget,
+    why_never_resumed,
+)
 from .rollout_buffer import RolloutBuffer
 from .signals import StopOnSignal
 
@@ -133,11 +142,15 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             # Shards are other parameters than those that an optimizer was made of.
             if not self.is_fsdp_enabled:
                 say_if_of_another_model(self.optimizer, self.model)
-            never = why_never_resumed(self.args)
+            never = why_never_resumed(self.args) or why_callbacks_forget(self.callback_handler.callbacks)
             if checkpoint is not None:
+                if never is not None:
+                    raise ValueError(never)
                 self._say_resumed(checkpoint)
             elif never is not None and self.args.save_strategy != "no":
                 logger.warning("The checkpoints of this run will not resume it: %s", never)
+            elif self.args.save_only_model and self.args.save_strategy != "no":
+                logger.warning("save_only_model: no checkpoint but that of a signal will resume this run.")
             output = super().train(checkpoint, *args, **kwargs)
 
         if output.global_step == 0:

@@ -62,6 +62,8 @@ class StopOnSignal(TrainerCallback):
         # Asked after every step by all processes: only some of them may have got the signal.
         if self._agree(self.received):
             control.should_save = True
+            # The run ends with this checkpoint, and goes on from it: it needs the optimizer, too.
+            args.save_only_model = False
 
     # A signal may also come during an evaluation, which follows the end of the step.
     on_evaluate = on_step_end
@@ -69,8 +71,8 @@ class StopOnSignal(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Exit, now that the checkpoint is complete."""
         # The Trainer also saves after the last step. A run that is complete exits with the same code then, so it is
-        # started once more, and trains nothing.
-        if self._agree(self.received):
+        # started once more, and trains nothing. Of a signal during a save without the optimizer the next step tells.
+        if self._agree(self.received) and not args.save_only_model:
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)
 

@@ -9,7 +9,6 @@ from trl import DistillationConfig, RLOOConfig, SFTConfig
 
 from ..options import LOSS, option
 from .sampling import check_endings, check_noise, check_seed
-from .setting_checks import SET_BY
 from .settings import LowBitConfig
 
 
@@ -33,12 +32,6 @@ class LowBitSFTConfig(LowBitConfig, SFTConfig):
             raise ValueError(
                 "eval_packing must be False without packing: each text of an evaluation would be scored after its "
                 "neighbours. Set packing: true, too."
-            )
-        # RecursionError in torch 2.13, at the first step. TRL's own trainer runs.
-        if self.compiles and self.quantized:
-            raise ValueError(
-                f"torch_compile must be False in low bits ({SET_BY}): TorchDynamo does not get through the forward of "
-                "SFT on low-bit layers."
             )
 
 

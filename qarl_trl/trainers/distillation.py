@@ -150,6 +150,12 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
 
     # Answers ---------------------------------------------------------------------------------------------------------
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """TRL's method, which lists what `remove_unused_columns` keeps. Answers that are there already stay, too."""
+        super()._set_signature_columns_if_needed()
+        if self.args.distill_on == "answers" and "completion" not in self._signature_columns:
+            self._signature_columns.append("completion")
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's method, which samples completions and pads them; here also for answers that are there already."""
         if self.args.distill_on == "answers":

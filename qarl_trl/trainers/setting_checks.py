@@ -77,6 +77,8 @@ COLDEST = 0.01
 OUTER_CACHES = ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend")
 # What else compiles the model.
 SET_BY = "torch_compile_backend, torch_compile_mode and the launcher's --dynamo_backend set it, too"
+# Configs of TRL whose forward on low-bit layers TorchDynamo (torch 2.13) does not get through: RecursionError.
+NOT_COMPILED = ("SFTConfig", "DPOConfig")
 # Fields of TRL's configs that name a token of the tokenizer.
 TOKENS_OF_TEXT = ("eos_token", "pad_token")
 
@@ -191,6 +193,23 @@ def check_fit(args: Any) -> None:
     for name, why in UNFIT.items():
         if getattr(args, name, False):
             raise ValueError(f"{name} must be False: {why}.")
+
+
+def check_compiled(args: Any) -> None:
+    """Refuse (`ValueError`) to compile low-bit layers where TorchDynamo fails, which it does at the first step."""
+    if not args.compiles:
+        return
+    if any(config.__name__ in NOT_COMPILED for config in type(args).__mro__):
+        raise ValueError(
+            f"torch_compile must be False in low bits ({SET_BY}): TorchDynamo does not get through the forward of "
+            "SFT and DPO on low-bit layers."
+        )
+    # It cannot trace what a layer remembers of its input. In a recomputed block it leaves the layers alone.
+    if not args.gradient_checkpointing:
+        raise ValueError(
+            f"torch_compile in low bits needs gradient_checkpointing: true ({SET_BY}): TorchDynamo does not get "
+            "through low-bit layers, and leaves those of recomputed blocks alone."
+        )
 
 
 def changed_fields(args: Any, names: Sequence[str] = ()) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..quant.modifier import read_modifier
 from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 from .setting_checks import (
     check_choices,
+    check_compiled,
     check_engine,
     check_fit,
     check_numbers,
@@ -308,6 +309,7 @@ class LowBitConfig:
             self.quant_plan()  # refuses schemes and recipes that it cannot read
             # Not without quantization: then it is TRL's trainer, and all of its switches work.
             check_fit(self)
+            check_compiled(self)
         if self.frozen and not (self.quantized and self.quantize_learner):
             raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
         check_engine(self)

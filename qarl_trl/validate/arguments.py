@@ -30,7 +30,7 @@ from .types import RunSettings, TrainerArguments
 logger = get_logger(__name__)
 
 # Optimizers of bitsandbytes begin with these.
-BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "paged_")
+BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "ademamix", "lion_", "paged_", "rmsprop_bnb")
 # Trackers that transformers has, and does not list among the installed ones.
 NOT_LISTED = ("azure_ml", "comet_ml", "flyte")
 # Configs of TRL whose `beta` weighs a loss that has no reference model.

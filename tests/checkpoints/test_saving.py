@@ -596,6 +596,42 @@ def test_a_complete_run_writes_no_checkpoint_when_it_ends_its_epoch_again(model,
     assert not (tmp_path / "resumed" / "checkpoint-4").exists()
 
 
+def test_a_signal_saves_the_optimizer_of_a_run_that_saves_without_it(model, tmp_path, caplog):
+    settings = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True}
+    straight = make_evaluated(model, tmp_path / "straight", **settings)
+    straight.train()
+    assert "no checkpoint but that of a signal will resume this run" in caplog.text
+    # Control: a checkpoint of the run itself.
+    with pytest.raises(ValueError, match="weights without the optimizer"):
+        make_evaluated(model, tmp_path / "straight", **settings).train(resume_from_checkpoint="auto")
+
+    stopped = make_evaluated(model, tmp_path / "run", **settings)
+    stopped.add_callback(KillsIn(3))
+    with pytest.raises(SystemExit):
+        stopped.train()
+    again = make_evaluated(model, tmp_path / "run", **settings)
+    again.train(resume_from_checkpoint="auto")
+
+    assert same(master_weights(again), master_weights(straight))
+
+
+def test_a_run_with_a_callback_that_updates_the_reference_is_not_resumed(model, tmp_path, caplog):
+    """Its reference is in no checkpoint, as that of `sync_ref_model`."""
+
+    class UpdatesReference(TrainerCallback):
+        update_ref_model = True
+
+    straight = make_evaluated(model, tmp_path / "run", save_strategy="steps", save_steps=1)
+    straight.add_callback(UpdatesReference())
+    straight.train()
+    assert "will not resume it: A run with UpdatesReference" in caplog.text
+
+    resumed = make_evaluated(model, tmp_path / "run")
+    resumed.add_callback(UpdatesReference())
+    with pytest.raises(ValueError, match=r"UpdatesReference\(update_ref_model=True\) cannot be resumed"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+
+
 @pytest.mark.parametrize("update", [2, 4])
 def test_after_a_signal_in_the_last_update_of_an_epoch_a_run_evaluates_that_epoch(model, tmp_path, update):
     straight = make_evaluated(model, tmp_path / "straight", save_strategy="epoch")

@@ -272,6 +272,16 @@ def test_answers_of_a_chat_are_what_its_template_writes_after_the_prompt(dense_m
         trainer._generate_and_score_completions(chat_rows()[:1])
 
 
+def test_columns_that_nothing_uses_may_be_removed_and_answers_stay(dense_model, tmp_path):
+    runs = []
+    for removes in (False, True):
+        trainer = make(dense_model, tmp_path / str(removes), max_steps=2, remove_unused_columns=removes)
+        trainer.train()
+        runs.append(trainer)
+
+    assert same_weights(*runs)
+
+
 def test_a_run_on_answers_resumes_bit_for_bit_and_saves_what_the_forward_used(dense_model, tmp_path):
     changes = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     straight = make(dense_model, tmp_path / "run", **changes)

@@ -234,11 +234,12 @@ def test_another_config_is_refused(tmp_path):
         check_arguments("no/such-model", {}, {})
 
 
-def test_an_optimizer_of_bitsandbytes_needs_it(tmp_path, monkeypatch):
-    args = config(tmp_path, optim="paged_adamw_8bit")
+@pytest.mark.parametrize("name", ["paged_adamw_8bit", "lion_8bit", "ademamix", "rmsprop_bnb_32bit"])
+def test_an_optimizer_of_bitsandbytes_needs_it(tmp_path, monkeypatch, name):
+    args = config(tmp_path, optim=name)
 
     monkeypatch.setattr(arguments, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ImportError, match="optim=paged_adamw_8bit needs bitsandbytes: pip install bitsandbytes"):
+    with pytest.raises(ImportError, match=f"optim={name} needs bitsandbytes: pip install bitsandbytes"):
         check_arguments("no/such-model", args, {})
     check_arguments("no/such-model", config(tmp_path), {})  # control
 
