@@ -45,16 +45,28 @@ def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSou
     plan = args.quant_plan(source.plan())
     check_plan(resolve_config(plan), args)
 
+    check_frozen(name, args)
     if not args.from_checkpoint:
-        if args.frozen:
-            raise ValueError(
-                f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint."
-            )
         logger.warning(
             f"{name} is quantized. Its weights are decompressed and quantized again, "
             f"by quant_scheme={args.quant_name!r}; 'checkpoint' keeps its scheme."
         )
     return source
+
+
+def check_frozen(name: str, args: RunSettings) -> None:
+    """
+    Refuse a frozen base in another scheme than the quantized checkpoint has.
+
+    Args:
+        name: The name of the checkpoint.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: if the run would quantize it.
+    """
+    if args.frozen and not args.from_checkpoint:
+        raise ValueError(f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint.")
 
 
 def _quantized_source(model: str | PreTrainedModel, name: str, args: RunSettings) -> QuantizedSource | None:

@@ -42,6 +42,24 @@ def read_config(name: str, field: str = "model_name_or_path") -> PretrainedConfi
     Raises:
         ValueError: if it is none of these.
     """
+    config = _stored_config(name, field)
+    # transformers would build the checkpoint's own quantized layers. What is low-bit here is the trainer's choice.
+    vars(config).pop("quantization_config", None)
+    return config
+
+
+def is_quantized(name: str) -> bool:
+    """
+    Whether a model is stored in low bits. Downloads nothing.
+
+    Args:
+        name: As [`read_config`] takes it, and refuses it.
+    """
+    return getattr(_stored_config(name, "model_name_or_path"), "quantization_config", None) is not None
+
+
+def _stored_config(name: str, field: str) -> PretrainedConfig:
+    """The config of a model as it is stored; the arguments and the error are those of [`read_config`]."""
     # A user's own folder of that name comes first.
     sizes = BUNDLED.get(VARIANT.sub("", name))
     if sizes and not Path(name).exists():
@@ -49,7 +67,7 @@ def read_config(name: str, field: str = "model_name_or_path") -> PretrainedConfi
         return AutoConfig.for_model(**sizes, dtype="bfloat16")
 
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        return AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -57,10 +75,6 @@ def read_config(name: str, field: str = "model_name_or_path") -> PretrainedConfi
             f"sizes are not bundled ({', '.join(BUNDLED)}). Download its config.json and give that folder. "
             f"({reason})"
         ) from error
-
-    # transformers would build the checkpoint's own quantized layers. What is low-bit here is the trainer's choice.
-    vars(config).pop("quantization_config", None)
-    return config
 
 
 def model_without_weights(

@@ -19,9 +19,10 @@ from ...validate.adapters import check_adapter
 from ...validate.kv_cache import check_cache_device
 from ...validate.parallel import check_parallel
 from ...validate.placement import check_sharded
+from ...validate.source import check_frozen
 from ...validate.teacher import check_same_vocabulary
 from .memory.engine import WITHOUT_CACHE
-from .model import model_without_weights, parameters, read_config
+from .model import is_quantized, model_without_weights, parameters, read_config
 from .run import GIB, Hardware, Run, Teacher
 from .seconds.batch import Batch
 
@@ -75,6 +76,9 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
     # The trainer refuses these too, but only at its start, on the machine with the GPUs.
     if settings.frozen and (adapter is None or num_experts(config)):
         raise ValueError("lora_base='frozen' needs use_peft: true, and a model without experts.")
+    from_low_bits = is_quantized(name)
+    if from_low_bits:
+        check_frozen(name, settings)
 
     ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1
     # accelerate 1.15 (`fsdp2_prepare_model`) makes what is trained float32 before it shards a model in mixed
@@ -95,7 +99,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         # A server has GPUs of its own, and stays awake.
         sleep=engine == "colocate" and settings.vllm_enable_sleep_mode,
         frozen=settings.frozen,
-        decompresses=decompresses_beside(settings, dtype),
+        decompresses=from_low_bits and decompresses_beside(settings, dtype),
         keeps_matrices=settings.quant_keep_matrices,
         engine_kernel=settings.quantize_learner and settings.quant_kernel == "engine",
         engine_ranks=engine_ranks,
@@ -260,7 +264,7 @@ def _teacher_of(name: str, config: PretrainedConfig, settings: Any, adapter: Any
     loading = settings.teacher_model_init_kwargs or {}
     if named is None:
         check_own_start(name, settings)
-        if settings.from_checkpoint:
+        if settings.from_checkpoint or is_quantized(name):
             raise ValueError("teacher_model_name_or_path is missing: a quantized checkpoint has nothing to teach.")
         if base_never_changes(settings, adapter) and not fsdp2:
             return Teacher("the base of the adapter", (), config.get_text_config(), positions)
@@ -331,14 +335,15 @@ def _dtype_of(config: PretrainedConfig, settings: Any, model_args: Any) -> torch
 
 def decompresses_beside(settings: Any, dtype: torch.dtype | str) -> bool:
     """
-    Whether a run holds the decompressed weights of a quantized checkpoint beside those of the model, while it loads.
+    Whether the decompressed weights of a quantized checkpoint are held beside those of the model while it loads,
+    whatever scheme the run quantizes them by.
 
     Args:
         settings: The settings of the run.
         dtype: That in which the model loads.
     """
     # Of a frozen base nothing is decompressed, and a model in bfloat16 takes the decompressed weights.
-    return settings.from_checkpoint and not settings.frozen and "bfloat16" not in str(dtype)
+    return not settings.frozen and "bfloat16" not in str(dtype)
 
 
 def _adapter_of(model_args: Any) -> Any:

@@ -6,9 +6,11 @@ import gc
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
@@ -41,6 +43,16 @@ def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, *
         "sleep": True,
     }
     return Run(**fields | changes)
+
+
+def model_in_low_bits(folder: Path) -> Path:
+    """A folder with the config alone of Qwen2.5-1.5B in W4A16."""
+    config = meta.read_config("Qwen/Qwen2.5-1.5B")
+    scheme = preset_name_to_scheme("W4A16", ["Linear"])
+    quantization = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format="pack-quantized")
+    config.quantization_config = quantization.model_dump() | {"quant_method": "compressed-tensors"}
+    config.save_pretrained(folder)
+    return folder
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -16,6 +16,7 @@ from qarl_trl.tools.plan.memory.learner import host_bytes
 from qarl_trl.tools.plan.memory.moments import fits, peaks
 from qarl_trl.tools.plan.run import GIB, Hardware
 from qarl_trl.tools.plan.settings import USUAL_RANK, decompresses_beside
+from tools.plan.runs import model_in_low_bits
 
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -145,12 +146,34 @@ def test_a_quantized_checkpoint_is_decompressed_beside_the_model():
     # Two bytes for each of Qwen3-8B's parameters.
     assert host_bytes(replace(run, decompresses=True)) == host_bytes(run) + 2 * 8_190_735_360
 
-    whole = SimpleNamespace(from_checkpoint=True, frozen=False)
-    assert decompresses_beside(whole, "float32")
-    # They become those of the model; nothing is decompressed; there is nothing to decompress.
-    assert not decompresses_beside(whole, torch.bfloat16)
-    assert not decompresses_beside(SimpleNamespace(from_checkpoint=True, frozen=True), "float32")
-    assert not decompresses_beside(SimpleNamespace(from_checkpoint=False, frozen=False), "float32")
+    # In float16 it is converted, too.
+    assert decompresses_beside(SimpleNamespace(frozen=False), "float16")
+    # They become those of the model; nothing is decompressed.
+    assert not decompresses_beside(SimpleNamespace(frozen=False), torch.bfloat16)
+    assert not decompresses_beside(SimpleNamespace(frozen=True), "float32")
+
+
+@pytest.mark.parametrize("scheme", ["checkpoint", "W4A16", "FP8_DYNAMIC"])
+def test_a_quantized_checkpoint_is_decompressed_whatever_scheme_the_run_has(tmp_path, scheme):
+    recipe = RECIPES / "one_gpu" / "qwen2.5-1.5b.yaml"
+    options = ("--quant_scheme", scheme, "--model_name_or_path", model_in_low_bits(tmp_path))
+
+    run = run_of(recipe, 1, 79, "fsdp2", *options)
+
+    entries = sum(parameter.entries for parameter in run.parameters)
+    assert host_bytes(run) == (4 + 2) * entries
+    assert not run_of(recipe, 1, 79, "fsdp2", *options, "--dtype", "bfloat16").decompresses
+    # Control: there is nothing to decompress.
+    assert host_bytes(run_of(recipe, 1, 79, "fsdp2")) == 4 * entries
+
+
+def test_a_frozen_base_has_the_scheme_of_its_checkpoint(tmp_path):
+    recipe = RECIPES / "one_gpu" / "qwen2.5-7b_frozen.yaml"
+    model = ("--model_name_or_path", model_in_low_bits(tmp_path))
+
+    with pytest.raises(ValueError, match="is quantized: lora_base='frozen' keeps its tensors with quant_scheme: chec"):
+        run_of(recipe, 1, 79, "fsdp2", *model, "--quant_scheme", "FP8_DYNAMIC")
+    assert not run_of(recipe, 1, 79, "fsdp2", *model, "--quant_scheme", "checkpoint").decompresses
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from qarl_trl.tools.plan.memory.learner import host_bytes
 from qarl_trl.tools.plan.memory.moments import fits, moments, peaks
 from qarl_trl.tools.plan.run import Hardware, Teacher
 from qarl_trl.tools.plan.settings import _teacher_of
-from tools.plan.runs import example_run, lever_names, nbytes, peak_bytes, trial_of
+from tools.plan.runs import example_run, lever_names, model_in_low_bits, nbytes, peak_bytes, trial_of
 from tools.plan.test_command import plan
 
 
@@ -93,6 +93,17 @@ def test_what_is_wrong_is_one_line(capsys, path, argv, words):
     assert code == 2
     assert words in printed.err
     assert len(printed.err.strip().splitlines()) == 1
+
+
+def test_a_student_in_low_bits_is_no_teacher_of_itself(capsys, tmp_path):
+    argv = ("--memory", 79, "--config", DISTILL, "--model_name_or_path", model_in_low_bits(tmp_path))
+
+    # In another scheme, too.
+    code, printed = plan(capsys, *argv, "--quant_scheme", "FP8_DYNAMIC")
+    assert code == 2
+    assert "teacher_model_name_or_path is missing: a quantized checkpoint has nothing to teach." in printed.err
+    code, _ = plan(capsys, *argv, "--quant_scheme", "FP8_DYNAMIC", "--teacher_model_name_or_path", "Qwen/Qwen2.5-1.5B")
+    assert code == 0
 
 
 def test_fine_tuning_has_no_engine_no_rollout_and_rows_of_its_length(capsys):
