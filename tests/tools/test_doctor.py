@@ -535,6 +535,18 @@ def test_learner_and_engines_are_loaded_by_the_settings_of_the_run(of_run):
     assert engine["trust_remote_code"] is False
 
 
+def test_an_engine_of_the_doctor_has_not_the_cache_of_the_run(of_run):
+    in_run = {"kv_cache_memory_bytes": 80 * GIB, "block_size": 64}
+    folder, args = of_run(use_vllm=True, vllm_engine_kwargs=in_run)
+
+    engine = measure._engine_settings(folder, args, [[2, 3]])
+
+    assert "kv_cache_memory_bytes" not in engine
+    # Control: what else the run sets counts, and the run itself keeps its cache.
+    assert engine["block_size"] == 64
+    assert args.engine_kwargs == in_run
+
+
 class Gpu:
     """A GPU of 24 GiB, of which a screen has one, and a learner on it, which needs 15."""
 

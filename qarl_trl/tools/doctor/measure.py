@@ -253,7 +253,8 @@ def _sample_with_low_bit_cache(
 
 def _engine_settings(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]) -> dict[str, Any]:
     """
-    The arguments of `vllm.LLM`, beside the model: the run's own, and room for the longest prompt and its answer.
+    The arguments of `vllm.LLM`, beside the model: the run's own without the size of its cache, and room for the
+    longest prompt and its answer.
 
     Call it when the engine is to start: its share of a GPU is what is free by then.
     """
@@ -271,7 +272,12 @@ def _engine_settings(folder: str, args: QaRLConfig, prompts: Sequence[list[int]]
     if args.device.type == "cuda":
         settings["gpu_memory_utilization"] = free_share(args.device)
         settings["tensor_parallel_size"] = args.vllm_tensor_parallel_size
-    return settings | args.engine_kwargs
+
+    of_run = dict(args.engine_kwargs)
+    # The cache of the run is for its rollout batches: a few answers need less, and it may not fit beside weights in
+    # bfloat16, nor on this machine.
+    of_run.pop("kv_cache_memory_bytes", None)
+    return settings | of_run
 
 
 def sample(folder: str, settings: dict[str, Any], prompts: Sequence[list[int]], temperature: float) -> list[Sample]:
