@@ -294,6 +294,23 @@ def test_an_export_takes_the_scheme_of_the_frozen_base(odd_adapter, tmp_path, ca
     assert f"To keep the policy that was trained, serve the two: {served}--tokenizer {odd_adapter}\n" in said
 
 
+@pytest.mark.parametrize("cache", ["fp8", "auto"])
+def test_an_export_serves_the_two_with_the_cache_of_the_run(dense_model, tmp_path, capsys, cache):
+    run = tmp_path / "run"
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = make(dense_model, run, lora, lora_base="frozen")
+    # As after a run beside an engine, which alone has such a cache.
+    trainer.args.kv_cache_dtype = cache
+    trainer.save_model()
+
+    export([str(run), str(tmp_path / "low")])
+
+    said = capsys.readouterr().out
+    assert "serve the two: vllm serve" in said
+    assert (" --kv-cache-dtype fp8 " in said) == (cache == "fp8")
+    assert ("--kv-cache" in said) == (cache == "fp8")
+
+
 def test_an_export_with_another_group_size_needs_a_scheme(odd_adapter, tmp_path):
     with pytest.raises(ValueError, match="need --scheme"):
         export([str(odd_adapter), str(tmp_path / "low"), "--group_size", "64"])

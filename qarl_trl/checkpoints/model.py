@@ -142,7 +142,7 @@ class ModelMixin:
             name = str(folder)
 
         if self.args.should_save:
-            name_base(path, name, revision, folder)
+            name_base(path, name, revision, folder, self._low_bit_cache)
 
     def _save_quantized_base(self, path: Path) -> None:
         """Write the frozen base that this run quantized, but only once, and a reference to it. Collective."""
@@ -163,7 +163,12 @@ class ModelMixin:
             self._base_folders |= {folder}
 
         if self.args.should_save:
-            name_base(path, name, None, folder)
+            name_base(path, name, None, folder, self._low_bit_cache)
+
+    @property
+    def _low_bit_cache(self) -> str | None:
+        """The FP8 cache of the engine; `None` without one."""
+        return self.args.kv_cache_dtype if self.args.has_low_bit_cache else None
 
     def _has_base(self, folder: Path) -> bool:
         """Whether `folder` holds the frozen base as this run quantized it. Collective."""

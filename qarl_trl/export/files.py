@@ -27,8 +27,11 @@ LOW_BIT_FOLDER = "low_bit"
 BASE_FOLDER = "base"
 # What a run makes in its output folder, and may overwrite or delete.
 _OF_A_RUN = re.compile(rf"{LOW_BIT_FOLDER}|{BASE_FOLDER}|checkpoint-\d+")
-# Beside an adapter of a frozen base: a digest of the base.
+# Beside an adapter of a frozen base: a digest of the base, and an FP8 cache of the run's engine.
 BASE_CONFIG = "base_config.json"
+# Its entries.
+_WEIGHTS = "weights"
+_CACHE = "kv_cache_dtype"
 # The files of weights that transformers, peft and vLLM read. Others are the user's ("model-backup.safetensors").
 _MODEL_OR_ADAPTER = re.compile(r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors")
 # A digest reads so many bytes at about so many places of a weight file.
@@ -158,15 +161,16 @@ def check_generation_config(folder: str | os.PathLike) -> None:
         raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}.")
 
 
-def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> None:
+def name_base(adapter: Path, name: str, revision: str | None, base: Path, cache: str | None = None) -> None:
     """
-    Write the name and a digest of the frozen base beside a LoRA adapter.
+    Write the name and a digest of the frozen base beside a LoRA adapter, and the cache that the two were trained with.
 
     Args:
         adapter: The adapter's folder.
         name: The base's folder, relative to the adapter's or absolute, or its Hub id.
         revision: The revision of a Hub id.
         base: The base's folder on this machine. If it holds no weights, there is no digest.
+        cache: The `kv_cache_dtype` of the run's engine; `None` for a cache in the model's dtype, or no engine.
     """
     file = adapter / ADAPTER_CONFIG
     config = json.loads(file.read_text())
@@ -175,8 +179,10 @@ def name_base(adapter: Path, name: str, revision: str | None, base: Path) -> Non
     file.write_text(json.dumps(config, indent=2))
 
     weights = weight_files(base)
-    weights_digest = digest(weights) if weights else None
-    (adapter / BASE_CONFIG).write_text(json.dumps({"weights": weights_digest}))
+    content = {_WEIGHTS: digest(weights) if weights else None}
+    if cache is not None:
+        content[_CACHE] = cache
+    (adapter / BASE_CONFIG).write_text(json.dumps(content))
 
 
 def forget_base(adapter: Path) -> None:
@@ -192,7 +198,7 @@ def forget_base(adapter: Path) -> None:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
         return
-    if isinstance(content, dict) and content.keys() == {"weights"}:
+    if isinstance(content, dict) and _WEIGHTS in content and content.keys() <= {_WEIGHTS, _CACHE}:
         file.unlink()
 
 
@@ -221,6 +227,19 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     return name, config.get("revision")
 
 
+def cache_beside_base(adapter: Path) -> str | None:
+    """
+    The FP8 cache of keys and values with which an adapter was trained beside its frozen base.
+
+    Args:
+        adapter: The adapter's folder, in which [`name_base`] wrote.
+
+    Returns:
+        A `kv_cache_dtype` of vLLM; `None` for a cache in the model's dtype. Earlier versions did not write it.
+    """
+    return json.loads((adapter / BASE_CONFIG).read_text()).get(_CACHE)
+
+
 def check_base(adapter: Path, base: Path) -> None:
     """
     Compare a base with the one beside which an adapter was trained.
@@ -232,7 +251,7 @@ def check_base(adapter: Path, base: Path) -> None:
     Raises:
         ValueError: if the weights differ. Without a digest beside the adapter nothing is compared.
     """
-    expected = json.loads((adapter / BASE_CONFIG).read_text())["weights"]
+    expected = json.loads((adapter / BASE_CONFIG).read_text())[_WEIGHTS]
     if not expected:
         return
     if digest(weight_files(base)) != expected:

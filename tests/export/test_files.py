@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.files import apply_umask, base_of, name_base
+from qarl_trl.export.files import apply_umask, base_of, cache_beside_base, forget_base, name_base
 from qarl_trl.quant import apply_quantization
 
 
@@ -120,6 +120,15 @@ def test_a_base_is_a_repository_whatever_its_name(tmp_path, adapter):
     name_base(adapter, "org/base", "v2", tmp_path)
 
     assert base_of(adapter) == ("org/base", "v2")
+
+
+@pytest.mark.parametrize("cache", [None, "fp8_e5m2"])
+def test_the_cache_of_a_run_is_beside_its_frozen_base_until_another_adapter_comes(tmp_path, adapter, cache):
+    name_base(adapter, "org/base", None, tmp_path, cache)
+    assert cache_beside_base(adapter) == cache
+
+    forget_base(adapter)
+    assert not (adapter / "base_config.json").exists()
 
 
 def test_weights_of_a_user_keep_their_permissions(tmp_path):

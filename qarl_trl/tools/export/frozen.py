@@ -60,13 +60,17 @@ def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) ->
 def serving_the_two(adapter: str, base: str) -> str:
     """How to keep the policy that was trained beside a frozen base."""
     from ...export.card import served_rank
-    from ...export.files import ADAPTER_CONFIG
+    from ...export.files import ADAPTER_CONFIG, cache_beside_base
 
     rank = json.loads(Path(adapter, ADAPTER_CONFIG).read_text())["r"]
     command = (
         f"vllm serve {os.path.normpath(base)} --enable-lora --max-lora-rank {served_rank(rank)} "
         f"--lora-modules policy={adapter}"
     )
+    # On another cache the policy is a slightly different one.
+    cache = cache_beside_base(Path(adapter))
+    if cache is not None:
+        command += f" --kv-cache-dtype {cache}"
     # That of the run, whose end token may be another than the base's.
     if any(Path(adapter).glob("tokenizer*")):
         command += f" --tokenizer {adapter}"
