@@ -19,6 +19,7 @@ ERROR_TOKENS = "metrics.md#error-tokens"
 
 EQUAL_REWARDS = "frac_reward_zero_std"
 CLIPPED = "ratio/clipped_frac"
+CUT_OFF = "completions/clipped_ratio"
 OTHER_PROBLEMS = "Use other problems."
 LOWER_RATE = "Lower learning_rate, or use fewer updates per rollout batch (steps_per_generation)."
 
@@ -88,7 +89,7 @@ LIMITS = (
         page=RATIOS,
     ),
     Limit(
-        "completions/clipped_ratio",
+        CUT_OFF,
         look=0.3,
         bad=NEVER,
         text="{:.0%} of the answers are cut off",

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .limits import CLIPPED, COLLAPSED, EARLIER_CLIPS, EQUAL_REWARDS, LIMITS, MISMATCH, NOTHING, OTHER_PROBLEMS
+from .limits import (
+    CLIPPED,
+    COLLAPSED,
+    CUT_OFF,
+    EARLIER_CLIPS,
+    EQUAL_REWARDS,
+    LIMITS,
+    MISMATCH,
+    NOTHING,
+    OTHER_PROBLEMS,
+)
 from .runs import LoggedRun
 
 
@@ -219,10 +229,20 @@ def least_kl(mismatch: float) -> float:
 
 def _samples(run: LoggedRun) -> bool:
     """Whether the log is one of a trainer that samples: its lines have a reward, or figures about completions."""
+    return any(name == "reward" or name.startswith("completions/") for name in _logged(run))
+
+
+def _is_of_qarl(run: LoggedRun) -> bool:
+    """Whether the log is one of `QaRLTrainer`, which alone has ratios, with every loss."""
+    return any(name.startswith("ratio/") for name in _logged(run))
+
+
+def _logged(run: LoggedRun) -> set[str]:
+    """The names of all that a run logged."""
     names: set[str] = set()
     for row in run.log:
         names.update(row)
-    return any(name == "reward" or name.startswith("completions/") for name in names)
+    return names
 
 
 def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
@@ -254,6 +274,9 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
         advice = limit.advice
         if limit.metric == EQUAL_REWARDS:
             advice = _which_problems(run)
+        elif limit.metric == CUT_OFF and not _is_of_qarl(run):
+            # The log does not say whether the run has any.
+            advice += " Answers that end at a stop string of generation_kwargs count as cut off here, too."
         if share > limit.bad:
             yield Judgement("bad", text, advice, limit.page)
         elif share > limit.look:

@@ -81,6 +81,20 @@ def test_what_is_wrong_is_said_with_what_to_do(changes, level, text):
     assert judgement.page
 
 
+def test_a_stop_string_is_named_where_the_trainer_counts_it_as_cut_off():
+    """RLOO, distillation and plain TRL: they know the end token alone."""
+    of_qarl = log(**{"completions/clipped_ratio": 1.0})
+    of_others = [without(row, ("ratio/",)) for row in of_qarl]
+
+    (judgement,) = judgements_of_level(of_others, "look")
+    assert judgement.text == "100% of the answers are cut off"
+    assert judgement.advice.startswith("Raise max_completion_length. Answers that end at a stop string")
+
+    # Control: QaRL knows stop strings.
+    (judgement,) = judgements_of_level(of_qarl, "look")
+    assert judgement.advice == "Raise max_completion_length."
+
+
 @pytest.mark.parametrize("name", ["grad_norm", "entropy", "sampling/sampling_logp_difference/mean"])
 def test_a_run_that_ended_in_nan_is_wrong(name):
     """Means leave NaN out, so all else is judged by what came before."""
