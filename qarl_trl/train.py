@@ -249,7 +249,7 @@ def model_settings(training_args: Any, model_args: ModelConfig) -> dict[str, Any
 
 def train(trainer: Any, dataset: str | None, method: Method = QARL) -> None:
     """
-    Train, save and (with `push_to_hub`) push.
+    Train, save the log and the model, and (with `push_to_hub`) push.
 
     Args:
         trainer: From [`make_trainer`].
@@ -270,6 +270,8 @@ def train(trainer: Any, dataset: str | None, method: Method = QARL) -> None:
         # An error of the data: a traceback would not help.
         raise SystemExit(f"qarl-trl {method.command}: {error}") from error
 
+    # A run without checkpoints has its log nowhere else. First, because the disk or the Hub may refuse the model.
+    trainer.save_state()
     if args.push_to_hub:
         # This saves first.
         trainer.push_to_hub(dataset_name=dataset if is_on_hub else None)

@@ -21,6 +21,7 @@ from qarl_trl.methods import METHODS, groups_of
 from qarl_trl.recipe import RecipeParser
 from qarl_trl.recipe_file import read_recipe
 from qarl_trl.rewards import load_rewards
+from qarl_trl.tools.report.runs import read_run
 from qarl_trl.train import parse
 
 
@@ -483,6 +484,7 @@ CALL_A_REWARD = """
 import sys
 sys.path = [path for path in sys.path if path]  # as the command's own script has it
 from qarl_trl.rewards import load_rewards
+from qarl_trl.tools.report.runs import read_run
 try:
     reward, = load_rewards(["{name}"])
     print(reward([[{{"role": "assistant", "content": r"\\boxed{{1}}"}}]], answer=["1"]))
@@ -625,7 +627,7 @@ def test_a_dry_run_finds_a_missing_reward(base):
 def test_run_trains_evaluates_and_saves(base, problems, tmp_path, capsys, quant_scheme):
     from transformers import AutoConfig
 
-    # End to end: two steps, an evaluation after them, and a model in the output folder.
+    # End to end: two steps, an evaluation after them, and a model and the log in the output folder.
     model = tmp_path / "model"
     make_model(num_hidden_layers=1).save_pretrained(model)
     make_tokenizer().save_pretrained(model)
@@ -640,3 +642,12 @@ def test_run_trains_evaluates_and_saves(base, problems, tmp_path, capsys, quant_
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert (getattr(config, "quantization_config", None) is None) == (quant_scheme == "none")
     assert "eval_rewards/math_reward/mean" in capsys.readouterr().out
+    # The run has no checkpoint.
+    assert [row["step"] for row in read_run(tmp_path / "out", "out").log if "loss" in row] == [1, 2]
+
+    # Which nobody takes the log for.
+    again = [*base, "--model_name_or_path", str(model), "--quant_scheme", quant_scheme, "--dry_run"]
+    run([*again, "--resume_from_checkpoint", "auto"])
+    assert "start: from the beginning" in capsys.readouterr().out.splitlines()
+    with pytest.raises(ValueError, match="is not a complete checkpoint of this trainer: .*manifest.json is missing"):
+        cli.run(["train", *again, "--resume_from_checkpoint", str(tmp_path / "out")])

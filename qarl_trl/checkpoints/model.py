@@ -22,7 +22,7 @@ from ..guards import all_or_none
 from ..quant.names import base_model, is_peft_model
 from ..quant.store import iter_low_bit_weights
 from ..quant.weight_stream import WeightStream
-from .folder import MANIFEST
+from .folder import MANIFEST, read_manifest
 
 
 class ModelMixin:
@@ -69,9 +69,7 @@ class ModelMixin:
                 would lie beside a model.
         """
         path = Path(output_dir or self.args.output_dir)
-        # Others also call a file so.
-        is_checkpoint = (path / MANIFEST).exists() and (path / TRAINER_STATE_NAME).exists()
-        if self._incoming is None and is_checkpoint:
+        if self._incoming is None and _is_checkpoint(path):
             raise ValueError(
                 f"{path} is a training checkpoint: its optimizer would not belong to the weights that are saved now. "
                 "Use another folder."
@@ -206,3 +204,15 @@ class ModelMixin:
         """Whether `flag` is set on any process. All processes must call this."""
         flags = self.accelerator.gather(torch.tensor([flag], device=self.accelerator.device))
         return bool(flags.any())
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a training checkpoint, complete or not."""
+    # Others also call a file so, and a run has its log at the top of its output folder.
+    if not ((folder / MANIFEST).exists() and (folder / TRAINER_STATE_NAME).exists()):
+        return False
+    try:
+        return "files" in read_manifest(folder)
+    except (ValueError, TypeError):
+        # Cut off.
+        return True

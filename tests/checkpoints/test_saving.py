@@ -376,6 +376,16 @@ def test_a_model_is_not_saved_into_a_checkpoint_of_another_step(model, tmp_path)
     (tmp_path / "other" / "manifest.json").write_text("{}")
     trainer.save_model(str(tmp_path / "other"))
     assert (tmp_path / "other" / file.name).is_file()
+    # Nor does one of them beside the log of a run.
+    trainer.save_state()
+    for content in ("{}", "[]"):
+        (tmp_path / "manifest.json").write_text(content)
+        trainer.save_model()
+    assert (tmp_path / file.name).is_file()
+    # Control: one that is cut off may be a checkpoint's.
+    (tmp_path / "manifest.json").write_text('{"number": 1, "fil')
+    with pytest.raises(ValueError, match="is a training checkpoint"):
+        trainer.save_model()
 
 
 # A full disk --------------------------------------------------------------------------------------------------------

@@ -131,7 +131,11 @@ def read_run(folder: Path, name: str) -> LoggedRun:
 def _ends(logs: dict[Path, list[dict[str, Any]]]) -> list[Path]:
     """The files whose log no other file goes on with: a run that never went back has one."""
     # Each checkpoint has the log up to its step. As text, because NaN is not equal to itself.
-    texts = {file: [json.dumps(row, sort_keys=True) for row in rows] for file, rows in logs.items()}
+    texts = {}
+    for file, log in logs.items():
+        # The line that sums up a training comes after its last checkpoint, with which a longer run goes on.
+        of_updates = [row for row in log if "train_runtime" not in row]
+        texts[file] = [json.dumps(row, sort_keys=True) for row in of_updates]
     ends: list[Path] = []
     # The longest first, so that of equal ones the first is the end.
     for file in sorted(texts, key=lambda file: len(texts[file]), reverse=True):

@@ -47,6 +47,20 @@ def test_a_log_that_is_furthest_on_may_have_fewer_lines(tmp_path):
     assert read_run(tmp_path / "a", "a").log[-1]["step"] == 12
 
 
+def test_a_longer_run_goes_on_with_the_log_of_a_run_that_ended(tmp_path):
+    """That has a line which no checkpoint has."""
+    rows = log(3)
+    ended = [*rows[:8], {"step": 8, "train_runtime": 9.0}]
+    write_run(tmp_path, rows[:8], checkpoint=8)
+    write_run(tmp_path, ended)
+
+    assert read_run(tmp_path, "a").log == ended
+    write_run(tmp_path, rows, checkpoint=12)
+    longer = read_run(tmp_path, "a")
+    assert longer.log == rows
+    assert not longer.note
+
+
 @pytest.mark.parametrize("went_back", [True, False])
 def test_after_a_return_to_an_earlier_checkpoint_the_newest_log_is_read(tmp_path, went_back):
     """Checkpoints that were left behind are further on, and would be judged in place of the run."""
