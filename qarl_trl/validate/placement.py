@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 
 from .._compat.sharding import fsdp_settings, is_zero3
 from ..quant.match import check_shardable
@@ -42,16 +43,22 @@ def check_placement(args: RunSettings) -> None:
                 "On a CPU use torchrun without FSDP (docs/many_gpus.md)."
             )
 
-    if fsdp or zero3:
+    if shards_parameters(args):
         check_sharded(args)
 
 
-def check_sharded(args: RunSettings) -> None:
+def shards_parameters(args: RunSettings) -> bool:
+    """Whether FSDP or ZeRO-3 shards the parameters of a run."""
+    return bool(fsdp_settings(args)) or is_zero3(args)
+
+
+def check_sharded(args: RunSettings, source: QuantizationConfig | None = None) -> None:
     """
-    The checks of a run under FSDP2 or ZeRO-3 that ask the settings alone.
+    The checks of a run under FSDP2 or ZeRO-3 that ask the settings and the plan of a quantized checkpoint alone.
 
     Args:
         args: Settings of the run.
+        source: The plan of the checkpoint that the run starts from; `None` without one, or before it is read.
 
     Raises:
         ValueError: for matrices that stay, and for schemes that cannot be sharded.
@@ -60,7 +67,7 @@ def check_sharded(args: RunSettings) -> None:
         raise ValueError(
             "quant_keep_matrices must be false under FSDP2 and ZeRO-3, which free the weights of a layer after use."
         )
-    plan = args.quant_plan()
+    plan = args.quant_plan(source)
     if plan is not None:
         check_shardable(plan)
 

@@ -9,6 +9,7 @@ from ..quant.scheme import resolve_config
 from ..quant.source import QuantizedSource, quantized_source
 from .layers import check_plan
 from .model import loading_arguments
+from .placement import check_sharded, shards_parameters
 from .types import RunSettings
 
 
@@ -27,8 +28,8 @@ def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSou
         The checkpoint, or `None` for an unquantized model.
 
     Raises:
-        ValueError: if it is incomplete, if its schemes cannot run here, if the settings need a quantized model and
-            this is none, or the other way round.
+        ValueError: if it is incomplete, if its schemes cannot run here or cannot be sharded, if the settings need a
+            quantized model and this is none, or the other way round.
     """
     name = model if isinstance(model, str) else model.config._name_or_path
     source = _quantized_source(model, name, args)
@@ -44,6 +45,9 @@ def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSou
     _ = source.layers  # reads the headers of all files, and raises for a missing tensor
     plan = args.quant_plan(source.plan())
     check_plan(resolve_config(plan), args)
+    if shards_parameters(args):
+        # Before, only a scheme that the settings name could be looked at.
+        check_sharded(args, source.plan())
 
     check_frozen(name, args)
     if not args.from_checkpoint:

@@ -7,10 +7,14 @@ from types import SimpleNamespace
 import pytest
 from accelerate.state import AcceleratorState
 from configs import config
+from conftest import make_model
 from peft import LoraConfig
 
 from qarl_trl import QaRLTrainer
+from qarl_trl.export import save_low_bit
+from qarl_trl.quant import apply_quantization
 from qarl_trl.validate import check_arguments
+from qarl_trl.validate.source import find_source
 
 
 def launch(monkeypatch, args, sharding):
@@ -64,6 +68,28 @@ def test_shards_that_cannot_be_quantized_are_refused(tmp_path, monkeypatch, shar
 
     with refusal(words):
         check_arguments("org/model", args, {})
+
+
+@pytest.fixture(scope="module")
+def nvfp4_model(tmp_path_factory):
+    """The folder of a model in NVFP4A16."""
+    model = apply_quantization(make_model(num_hidden_layers=1), "NVFP4A16")
+    return str(save_low_bit(model, None, tmp_path_factory.mktemp("nvfp4")))
+
+
+@pytest.mark.parametrize("sharding", ["2", "zero3"])
+@pytest.mark.parametrize(("scheme", "words"), [("checkpoint", "global scale"), ("W4A16", None)])
+def test_a_checkpoint_that_cannot_be_sharded_is_refused(nvfp4_model, tmp_path, monkeypatch, sharding, scheme, words):
+    """Each of q, k, v would be synced with a scale of its own, and the learner multiplies with one for all."""
+    args = config(tmp_path, quant_scheme=scheme)
+    assert find_source(nvfp4_model, args) is not None  # control: one process
+
+    launch(monkeypatch, args, sharding)
+    # The settings do not name the scheme.
+    check_arguments(nvfp4_model, args, {})
+
+    with refusal(words):
+        find_source(nvfp4_model, args)
 
 
 def test_shards_on_the_cpu_are_refused(tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
 
     adapter = _adapter_of(model_args)
     fsdp2 = gpus > 1 and hardware.sharding != "ddp"
-    _check_low_bits(settings, adapter, fsdp2)
+    _check_low_bits(settings, quantization, adapter, fsdp2)
     dtype = _dtype_of(config, settings, model_args)
     model = model_without_weights(config, dtype, adapter, quantization)
     check_parallel(model, settings)
@@ -128,12 +128,12 @@ def _share_of_engine(settings: Any, engine: str) -> float:
     return SHARE_OF_SERVER if engine == "server" and share == of_trl else share
 
 
-def _check_low_bits(settings: Any, adapter: Any, fsdp2: bool) -> None:
+def _check_low_bits(settings: Any, quantization: QuantizationConfig | None, adapter: Any, fsdp2: bool) -> None:
     """Refuse (`ValueError`) what the trainer refuses of low-bit layers, but only at its start, where the GPUs are."""
     if not settings.quantized:
         return
     if fsdp2:
-        check_sharded(settings)
+        check_sharded(settings, quantization)
     if adapter is None:
         return
 

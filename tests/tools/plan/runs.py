@@ -45,11 +45,11 @@ def example_run(model: nn.Module, config: PretrainedConfig, muon: bool = True, *
     return Run(**fields | changes)
 
 
-def model_in_low_bits(folder: Path) -> Path:
-    """A folder with the config alone of Qwen2.5-1.5B in W4A16."""
+def model_in_low_bits(folder: Path, scheme: str = "W4A16") -> Path:
+    """A folder with the config alone of Qwen2.5-1.5B in a scheme of compressed-tensors."""
     config = meta.read_config("Qwen/Qwen2.5-1.5B")
-    scheme = preset_name_to_scheme("W4A16", ["Linear"])
-    quantization = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], format="pack-quantized")
+    groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
+    quantization = QuantizationConfig(config_groups=groups, ignore=["lm_head"])
     config.quantization_config = quantization.model_dump() | {"quant_method": "compressed-tensors"}
     config.save_pretrained(folder)
     return folder

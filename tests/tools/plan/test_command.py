@@ -167,6 +167,16 @@ def test_a_quantized_checkpoint_is_decompressed_whatever_scheme_the_run_has(tmp_
     assert host_bytes(run_of(recipe, 1, 79, "fsdp2")) == 4 * entries
 
 
+def test_a_checkpoint_that_cannot_be_sharded_is_refused(tmp_path):
+    recipe = RECIPES / "one_gpu" / "qwen2.5-1.5b.yaml"
+    options = ("--quant_scheme", "checkpoint", "--model_name_or_path", model_in_low_bits(tmp_path, "NVFP4A16"))
+
+    with pytest.raises(ValueError, match="global scale"):
+        run_of(recipe, 2, 79, "fsdp2", *options)
+    # Control: DDP shards nothing.
+    assert run_of(recipe, 2, 79, "ddp", *options).decompresses
+
+
 def test_a_frozen_base_has_the_scheme_of_its_checkpoint(tmp_path):
     recipe = RECIPES / "one_gpu" / "qwen2.5-7b_frozen.yaml"
     model = ("--model_name_or_path", model_in_low_bits(tmp_path))
