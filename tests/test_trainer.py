@@ -329,6 +329,33 @@ def test_a_prediction_has_its_own_rewards_and_none_is_left_for_the_next_evaluati
     assert stock.evaluate(data(1.0))["eval_reward"] == 0.5
 
 
+def test_a_prediction_has_the_extremes_of_its_batches_as_an_evaluation_has(dense_model, tmp_path):
+    trainer = make(dense_model, tmp_path, per_device_eval_batch_size=4)
+    values = {"ratio/min": [], "mismatch/logp_diff_max": []}
+    score = trainer._generate_and_score_completions
+
+    def with_metrics(inputs):
+        output = score(inputs)
+        for name, of_batches in values.items():
+            of_batches.append(float(len(of_batches)))
+            trainer._log_value(name, of_batches[-1])
+        return output
+
+    trainer._generate_and_score_completions = with_metrics
+    rows = trainer.train_dataset.select(range(2))
+    evaluated = trainer.evaluate(rows)
+    batches = len(values["ratio/min"])
+    assert batches > 1  # control
+    for of_batches in values.values():
+        of_batches.clear()
+
+    predicted = trainer.predict(rows).metrics
+
+    assert len(values["ratio/min"]) == batches
+    assert predicted["test_ratio/min"] == evaluated["eval_ratio/min"] == 0.0
+    assert predicted["test_mismatch/logp_diff_max"] == evaluated["eval_mismatch/logp_diff_max"] == batches - 1
+
+
 def test_settings_that_a_second_call_does_not_take_are_said(dense_model, tmp_path, caplog):
     trainer = make(dense_model, tmp_path, max_steps=1)
     rate = trainer.args.learning_rate

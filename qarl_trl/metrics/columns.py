@@ -1,8 +1,10 @@
-"""What the metrics of completions share: their names, one collective for all, and the terms of their KL estimate."""
+"""
+What the metrics of completions share: names, extremes, one collective for all, and the terms of their KL estimate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,6 +37,22 @@ def kl_terms(difference: Tensor) -> Tensor:
     """
     # For a difference of 1e-3 the term is 5e-7, of which exp(d) - 1 keeps one digit in float32.
     return difference.expm1() - difference
+
+
+def keep_extremes(metrics: Mapping[str, list[float]]) -> None:
+    """
+    Leave one value of each minimum and each maximum, so that a mean over micro-batches is still one.
+
+    Args:
+        metrics: The values of the micro-batches by name, changed in place. Of TRL's own metrics none is changed.
+    """
+    for name, values in metrics.items():
+        if not name.startswith(("ratio/", "mismatch/")):
+            continue
+        if name.endswith("min"):
+            values[:] = [min(values)]
+        elif name.endswith("max"):
+            values[:] = [max(values)]
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:
