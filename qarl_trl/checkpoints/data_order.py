@@ -19,7 +19,8 @@ from .._compat.resuming import add_states_of_callbacks
 from .folder import read_manifest
 
 
-# The entry of a manifest that says whether a checkpoint is of the last update of an epoch, saved before its end.
+# The entry of a manifest that says whether a checkpoint is of the last update of an epoch or of the run, saved before
+# the end of its epoch.
 MISSES_EPOCH_END = "misses_epoch_end"
 
 logger = get_logger(__name__)
@@ -40,14 +41,15 @@ class EpochWatch(TrainerCallback):
         """Note the end."""
         self._is_within = False
 
-    def misses_end(self, epoch: float) -> bool:
+    def misses_end(self, state: Any) -> bool:
         """
         Whether a checkpoint that is saved now lacks the end of its epoch.
 
         Args:
-            epoch: How many epochs are done, by the Trainer's state.
+            state: The Trainer's.
         """
-        return self._is_within and epoch > self._began_at and epoch == int(epoch)
+        is_last = state.epoch == int(state.epoch) or state.global_step >= state.max_steps
+        return self._is_within and state.epoch > self._began_at and is_last
 
 
 class DataOrderMixin:
@@ -89,6 +91,8 @@ class DataOrderMixin:
         """The Trainer's method. A resumed epoch keeps TRL's order of prompts, and a complete run trains nothing."""
         # The Trainer checks this only after a step, so it would train a resumed complete run for one step more.
         if self.state.global_step >= self.state.max_steps:
+            # Of a stream the Trainer would begin epochs without end.
+            self.control.should_training_stop = True
             return
 
         if self._before_epoch_end is not None:
@@ -116,7 +120,8 @@ class DataOrderMixin:
         """
         Do what the Trainer does at the end of an epoch, for that of a checkpoint of its last update.
 
-        The Trainer saves such a checkpoint before the evaluation, and would begin a resumed run with the next epoch.
+        The Trainer saves such a checkpoint before the evaluation, and would begin a resumed run with the next epoch,
+        or end it.
         """
         self._load_rng_state(str(self._before_epoch_end))
         self._before_epoch_end = None
@@ -128,7 +133,7 @@ class DataOrderMixin:
         )
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
-        """The Trainer's method, of a resumed run that trained no epoch, too."""
+        """The Trainer's method, also of a resumed run that had nothing to train."""
         if self._before_epoch_end is not None:
             self._end_epoch_of_checkpoint(trial, start_time)
         return super()._finalize_training(trial, num_train_samples, start_time)
@@ -195,10 +200,15 @@ class DataOrderMixin:
         has_no_end = not has_length(self.train_dataset) and updates_of_epoch == max_steps
         if checkpoint is not None and has_no_end and not self.args.ignore_data_skip:
             place = self._place_in_stream(place, checkpoint)
-        misses_end = checkpoint is not None and read_manifest(Path(checkpoint)).get(MISSES_EPOCH_END, False)
-        self._before_epoch_end = checkpoint if misses_end else None
         self.state.compute_steps(self.args, max_steps)
-        if self.state.global_step >= max_steps:
+        is_complete = self.state.global_step >= max_steps
+        self._before_epoch_end = None
+        if checkpoint is not None and read_manifest(Path(checkpoint)).get(MISSES_EPOCH_END, False):
+            # Else the run has more updates than that of the checkpoint, and goes on within the epoch. The Trainer ends
+            # that of a stream itself, when it finds no further row.
+            is_at_end = not has_no_end and self.state.epoch == int(self.state.epoch)
+            self._before_epoch_end = checkpoint if is_at_end or is_complete else None
+        if is_complete:
             logger.warning(
                 "Nothing is left to train: the checkpoint has all %d updates. max_steps or num_train_epochs says how "
                 "many.",

@@ -255,7 +255,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         # The rest of a rollout batch needs the same micro-batches. Between two rollout batches they may change.
         facts = self._identity | {
             WITHIN_BATCH: self._rollout_buffer.in_batch,
-            MISSES_EPOCH_END: self._epochs.misses_end(self.state.epoch),
+            MISSES_EPOCH_END: self._epochs.misses_end(self.state),
             TRAINED: trained_fact(self.optimizer, self._unwrapped),
             MADE: self._made,
         }

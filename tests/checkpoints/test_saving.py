@@ -564,12 +564,13 @@ class KillsIn(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def make_evaluated(model, folder, **changes):
+def make_evaluated(model, folder, is_stream=False, **changes):
     """The trainer of two epochs of two updates each, with an evaluation after each epoch."""
+    data = prompts(2).to_iterable_dataset() if is_stream else prompts(2)
     settings = {"steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2, "export_low_bit": False}
     settings |= {"eval_strategy": "epoch", "per_device_eval_batch_size": 4} | changes
     args = QaRLConfig(**without_engine(folder, **settings))
-    return QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(2), eval_dataset=prompts(1))
+    return QaRLTrainer(model, distinct_characters, args, train_dataset=data, eval_dataset=prompts(1))
 
 
 def evaluations(trainer):
@@ -640,6 +641,25 @@ def test_a_run_with_a_callback_that_updates_the_reference_is_not_resumed(model, 
     resumed.add_callback(UpdatesReference())
     with pytest.raises(ValueError, match=r"UpdatesReference\(update_ref_model=True\) cannot be resumed"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_run_whose_steps_end_within_an_epoch_evaluates_there_also_when_it_resumes(model, tmp_path, is_stream):
+    """Nobody knows before where the epochs of a stream end: it has as many as it takes."""
+    straight = make_evaluated(model, tmp_path, is_stream, max_steps=3, save_strategy="steps", save_steps=1)
+    straight.train()
+    assert [step for step, _ in evaluations(straight)] == [2, 3]  # control
+
+    for step in (2, 3):
+        resumed = make_evaluated(model, tmp_path / f"from_{step}", is_stream, max_steps=3)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert evaluations(resumed) == evaluations(straight)
+        assert same(master_weights(resumed), master_weights(straight))
+
+    # Control: with more updates the third is one within an epoch.
+    longer = make_evaluated(model, tmp_path / "longer", is_stream, max_steps=4)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert [step for step, _ in evaluations(longer)] == [2, 4]
 
 
 @pytest.mark.parametrize("update", [2, 4])
