@@ -13,9 +13,9 @@ MATH_SETS = Path(os.environ.get("QARL_MATH_SETS", Path(__file__).parents[2] / "s
 needs_math_sets = pytest.mark.skipif(not MATH_SETS.is_dir(), reason=f"QARL_MATH_SETS: {MATH_SETS} is no folder")
 
 
-def config(tmp_path, **changes):
+def config(tmp_path, kind=QaRLConfig, **changes):
     # TRL trains in bfloat16 by default, which transformers refuses without a GPU; and no test may reach a tracker.
-    return QaRLConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **changes)
+    return kind(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **changes)
 
 
 def field_names(*configs):

@@ -27,7 +27,7 @@ OF_OPTIMIZER = (*KEPT_BY_OPTIMIZER, "lr_scheduler_type", "lr_scheduler_kwargs", 
 # an earlier call.
 READ_IN_TRAIN = (*OF_OPTIMIZER, "max_grad_norm", "max_steps", "num_train_epochs")
 
-# A setting that is not here, such as one of another TRL trainer, is refused.
+# Those of the configs of this package. One that is not here, as a user's config of another TRL trainer has, is refused.
 SETTINGS: dict[Rule, tuple[str, ...]] = {
     Rule.APPLIED: (
         *OF_OPTIMIZER,
@@ -47,7 +47,7 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "max_tokens_per_pass",
-        # The log-probs of the reference are in the rollout batch, or not.
+        # The log-probs of the reference are in the rollout batch, or not. Without rewards it is REFUSED, see `rule_of`.
         "beta",
     ),
     Rule.REFUSED: (
@@ -96,6 +96,19 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "dataloader_in_order",
         "remove_unused_columns",
         "label_names",
+        # Which tokens a text becomes, in which rows, and which of them are learned.
+        "chat_template_path",
+        "dataset_text_field",
+        "dataset_kwargs",
+        "eos_token",
+        "pad_token",
+        "max_length",
+        "truncation_mode",
+        "packing",
+        "packing_strategy",
+        "padding_free",
+        "completion_only_loss",
+        "assistant_only_loss",
         # How answers are sampled.
         "num_generations",
         "temperature",
@@ -152,6 +165,13 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "tbpo_delta_high",
         "tbpo_mismatch_cap",
         "advantage_filter",
+        "normalize_advantages",
+        "reward_clip_range",
+        # The teacher.
+        "teacher_model_name_or_path",
+        "teacher_model_revision",
+        "teacher_model_init_kwargs",
+        "distill_on",
     ),
     Rule.FREE: (
         # Folders, logs, saving and pushing.
@@ -208,6 +228,7 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "bf16_full_eval",
         "fp16_full_eval",
         "num_generations_eval",
+        "eval_packing",
         # Resuming itself, where the user says what to do.
         "resume_from_checkpoint",
         "ignore_data_skip",
@@ -215,10 +236,12 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         # Memory, speed and places: the numbers are the same.
         "gradient_checkpointing",
         "gradient_checkpointing_kwargs",
+        "activation_offloading",
         "torch_empty_cache_steps",
         "use_cache",
         "quant_keep_matrices",
         "dataloader_num_workers",  # of a stream they are a fact of the run
+        "dataset_num_proc",  # of packed rows, too
         "dataloader_pin_memory",
         "ds3_gather_for_generation",
         "dataloader_persistent_workers",
@@ -335,7 +358,21 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Chang
     """
     for name, value in now.items():
         if name in before and before[name] != value:
-            yield Change(name, before[name], value, RULES.get(name, Rule.REFUSED))
+            yield Change(name, before[name], value, rule_of(name, now))
+
+
+def rule_of(name: str, settings: Mapping[str, Any]) -> Rule:
+    """
+    What a resumed run does with a setting if it has changed.
+
+    Args:
+        name: The setting.
+        settings: All of the run, from [`compared_settings`].
+    """
+    # In distillation, DPO and KTO it is no weight of a penalty but the shape of the loss.
+    if name == "beta" and "num_iterations" not in settings:
+        return Rule.REFUSED
+    return RULES.get(name, Rule.REFUSED)
 
 
 def rows_per_update(settings: Mapping[str, Any], world_size: int) -> float:

@@ -50,6 +50,8 @@ CONFIG = "config_of_model"
 COMMIT = "commit"
 # The entry of the workers that read a stream.
 WORKERS = "workers_of_stream"
+# The entry of the processes that make rows of several others, by packing or pairing them.
+PACKERS = "processes_of_rows"
 # The entry of the settings of the run, by name.
 SETTINGS = "settings"
 # The entry of the reward functions among them. It is in no config.
@@ -118,6 +120,9 @@ def identity_of(
     if not has_rewards and _is_stream(trainer_arguments.get("train_dataset")):
         # Each worker reads shards of its own. TRL's trainers with rewards take none for a stream.
         facts[WORKERS] = args.dataloader_num_workers
+    elif hasattr(args, "dataset_num_proc") and getattr(args, "packing", True):
+        # Each takes a part of the data. Only an SFT that does not pack surely makes each row of one.
+        facts[PACKERS] = args.dataset_num_proc or 1
     pickles = pickles_in(folder_of(name, args.model_init_kwargs))
     if pickles:
         facts["pickled_weights"] = digest(pickles)

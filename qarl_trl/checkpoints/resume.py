@@ -23,7 +23,7 @@ from .folder import (
     is_of_user,
     read_manifest,
 )
-from .identity import COMMIT, CONFIG, SETTINGS, WORKERS, same_scheme, without_choice_of_layers
+from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, WORKERS, same_scheme, without_choice_of_layers
 from .lock import holding
 
 
@@ -33,6 +33,11 @@ WITHIN_BATCH = "within_rollout_batch"
 TRAINED = "trained"
 # What the optimizer began with.
 MADE = "optimizer_began_with"
+# What has read the training set, and why its number must stay.
+_READERS = {
+    WORKERS: ("read its stream with dataloader_num_workers", "reads shards"),
+    PACKERS: ("packed its rows with dataset_num_proc", "packs rows"),
+}
 # Entries that are compared last, because a setting that changed with them says more: digests of the models beside the
 # policy, and whether a launcher compiles it.
 _LAST = (
@@ -276,11 +281,11 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
     if name == COMMIT:
         _check_commit(checkpoint, stored, identity)
         return
-    if name == WORKERS and stored.get(name, value) != value:
+    if name in _READERS and stored.get(name, value) != value:
+        reader, does = _READERS[name]
         raise ValueError(
-            f"{checkpoint} read its stream with dataloader_num_workers={stored[name]}, got {value}: each worker reads "
-            "shards of its own, so other rows would come. Set it back, or start a new run with the checkpoint as the "
-            "model."
+            f"{checkpoint} {reader}={stored[name]}, got {value}: each process {does} of its own, so other rows would "
+            "come. Set it back, or start a new run with the checkpoint as the model."
         )
     # Of a model of the Hub they are its name and the revision that was asked for.
     if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:

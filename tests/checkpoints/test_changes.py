@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import json
 from enum import Enum
@@ -11,8 +12,9 @@ import pytest
 from configs import config
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
+from trl import KTOConfig
 
-from qarl_trl import QaRLConfig
+from qarl_trl import LowBitConfig, LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig, QaRLConfig
 from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule, compared_settings
 from qarl_trl.checkpoints.identity import SETTINGS as OF_RUN
 from qarl_trl.checkpoints.identity import identity_of
@@ -23,15 +25,25 @@ from qarl_trl.quant import apply_quantization
 from .test_folder import write
 
 
-NAMES = [field.name for field in dataclasses.fields(QaRLConfig)]
+CONFIGS = (QaRLConfig, LowBitSFTConfig, LowBitRLOOConfig, LowBitDistillationConfig)
+FIELDS = [(kind, field.name) for kind in CONFIGS for field in dataclasses.fields(kind)]
 # Values of a form that the setting's default does not show.
-SPECIAL = {"model_init_kwargs": {"attn_implementation": "eager"}}
+SPECIAL = {
+    "model_init_kwargs": {"attn_implementation": "eager"},
+    "teacher_model_init_kwargs": {"dtype": "bfloat16"},
+}
+
+
+@functools.cache
+def before_of(kind):
+    """The settings of the checkpoint's run."""
+    return config("before", kind)
 
 
 @pytest.fixture(scope="module")
-def before(tmp_path_factory):
-    """The settings of the checkpoint's run."""
-    return config(tmp_path_factory.mktemp("before"))
+def before():
+    """The same of a QaRL run."""
+    return before_of(QaRLConfig)
 
 
 def test_what_trl_writes_into_the_config_of_a_stream_is_no_change(before):
@@ -70,18 +82,23 @@ def test_each_setting_of_a_run_is_in_the_table_once():
     listed = list(itertools.chain.from_iterable(SETTINGS.values()))
 
     # Lists, not sets: a setting under two rules would be a contradiction.
-    assert sorted(listed) == sorted(NAMES)
+    assert sorted(listed) == sorted({name for _, name in FIELDS})
 
 
 @pytest.mark.parametrize("within_batch", [False, True], ids=["at a batch's end", "within a batch"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_changed_setting_is_treated_as_the_table_says(before, tmp_path, name, within_batch):
+@pytest.mark.parametrize(("kind", "name"), FIELDS)
+def test_a_changed_setting_is_treated_as_the_table_says(tmp_path, kind, name, within_batch):
+    before = before_of(kind)
     now = copy.copy(before)
     # Past `__post_init__`: many settings do not go with the others, and the table does not ask.
     vars(now)[name] = SPECIAL.get(name) or other(getattr(before, name))
     folder = write(tmp_path, 1, **identity(before) | {WITHIN_BATCH: within_batch})
 
-    refused = RULES[name] is Rule.REFUSED or (RULES[name] is Rule.BETWEEN_BATCHES and within_batch)
+    rule = RULES[name]
+    if (kind, name) == (LowBitDistillationConfig, "beta"):
+        # Not the weight of a penalty: a divergence from the other side is another loss.
+        rule = Rule.REFUSED
+    refused = rule is Rule.REFUSED or (rule is Rule.BETWEEN_BATCHES and within_batch)
     said = [change.name for change in changed_settings(folder, identity(now))]
 
     if refused:
@@ -90,7 +107,25 @@ def test_a_changed_setting_is_treated_as_the_table_says(before, tmp_path, name, 
     else:
         assert resume_path(str(folder), now, identity(now)) == str(folder)
     # Whatever a run does with a change, it is listed, unless it is free.
-    assert said == ([] if RULES[name] is Rule.FREE else [name])
+    assert said == ([] if rule is Rule.FREE else [name])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_processes_that_pack_rows_stay_because_each_packs_a_part_of_them(tmp_path, packing):
+    args = config(tmp_path, LowBitSFTConfig, packing=packing)
+    folder = write(tmp_path, 1, **identity(args))
+    now = copy.copy(args)
+    # As none.
+    now.dataset_num_proc = 1
+    assert resume_path(str(folder), now, identity(now)) == str(folder)
+
+    now.dataset_num_proc = 2
+
+    if packing:
+        with pytest.raises(ValueError, match="packed its rows with dataset_num_proc=1, got 2"):
+            resume_path(str(folder), now, identity(now))
+    else:
+        assert resume_path(str(folder), now, identity(now)) == str(folder)
 
 
 def test_unchanged_settings_are_no_change(tmp_path):
@@ -109,17 +144,30 @@ def test_a_setting_that_the_table_does_not_have_is_refused(tmp_path):
     args = config(tmp_path)
     folder = write(tmp_path, 1, **identity(args))
     facts = identity(args)
-    for settings in (facts[OF_RUN], json.loads((folder / "manifest.json").read_text())[OF_RUN]):
-        assert "packing" not in settings
+    assert "use_weighting" not in RULES
 
-    # TRL's SFT has `packing`. It is put into both sides by hand, because no run of this config would write it.
+    # TRL's DPO has it. It is put into both sides by hand, because no run of this config would write it.
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest[OF_RUN]["packing"] = False
+    manifest[OF_RUN]["use_weighting"] = False
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    facts[OF_RUN]["packing"] = True
+    facts[OF_RUN]["use_weighting"] = True
 
-    with pytest.raises(ValueError, match="packing was False there, and is True"):
+    with pytest.raises(ValueError, match="use_weighting was False there, and is True"):
         resume_path(str(folder), args, facts)
+
+
+@dataclasses.dataclass
+class PairingConfig(LowBitConfig, KTOConfig):
+    """A user's. TRL pairs the rows of a batch."""
+
+
+def test_processes_stay_where_nobody_knows_that_rows_are_made_one_by_one(tmp_path):
+    args = config(tmp_path, PairingConfig)
+    folder = write(tmp_path, 1, **identity(args))
+    args.dataset_num_proc = 2
+
+    with pytest.raises(ValueError, match="dataset_num_proc=1, got 2"):
+        resume_path(str(folder), args, identity(args))
 
 
 def test_under_deepspeed_the_settings_of_the_optimizer_must_stay(tmp_path):
