@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -175,6 +177,27 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def parameters_kept(optimizer: Any) -> AbstractContextManager:
+    """
+    Leave an optimizer its parameters while accelerate prepares it and a model that FSDP2 has sharded before.
+
+    accelerate (1.15, `_prepare_fsdp2`) knows parameters by their addresses. Shards without rows, as a process has of
+    an adapter whose rank is smaller than the number of processes, all have the address 0, and all but one would train
+    no more. If `fsdp2_switch_optimizer_parameters` is gone, this raises `AttributeError`.
+
+    Args:
+        optimizer: Made of the shards, also one that accelerate wraps.
+    """
+    # Copies: accelerate writes into these lists.
+    of_groups = [list(group["params"]) for group in optimizer.param_groups]
+
+    def put_back(prepared: Any, mapping: dict[int, Any]) -> None:
+        for group, parameters in zip(prepared.param_groups, of_groups, strict=True):
+            group["params"] = parameters
+
+    return patch("accelerate.accelerator.fsdp2_switch_optimizer_parameters", put_back)
 
 
 def unsharded_class(model: nn.Module) -> type[nn.Module]:

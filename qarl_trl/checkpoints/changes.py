@@ -27,7 +27,7 @@ OF_OPTIMIZER = (*KEPT_BY_OPTIMIZER, "lr_scheduler_type", "lr_scheduler_kwargs", 
 # an earlier call.
 READ_IN_TRAIN = (*OF_OPTIMIZER, "max_grad_norm", "max_steps", "num_train_epochs")
 
-# Those of the configs of this package. One that is not here, as a user's config of another TRL trainer has, is refused.
+# Those of the configs of this package. One that is not here, as a user's config of another trainer has, is refused.
 SETTINGS: dict[Rule, tuple[str, ...]] = {
     Rule.APPLIED: (
         *OF_OPTIMIZER,
@@ -47,7 +47,7 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
         "max_tokens_per_pass",
-        # The log-probs of the reference are in the rollout batch, or not. Without rewards it is REFUSED, see `rule_of`.
+        # The log-probs of the reference are in the rollout batch, or not. Of distillation see `rule_of`.
         "beta",
     ),
     Rule.REFUSED: (

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 from accelerate.logging import get_logger
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .._compat.resuming import dtypes_and_flags_kept, restore_default_adapter, restore_master_weights
-from .._compat.sharding import reshard
+from .._compat.sharding import parameters_kept, reshard
 from ..guards import on_first
 from ..quant.layers.experts import expert_modules
 from ..quant.names import file_conversions, is_peft_model
@@ -68,6 +69,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
         _made_with: The settings of the run at that time.
         _optimizer_of_trainer: The optimizer that the trainer made by its settings; `None` if a script gave one.
+        _has_failed: Whether a call of `train` has ended with an error.
     """
 
     _identity: dict[str, Any]
@@ -75,6 +77,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
     _made: list[dict[str, str]] | None = None
     _made_with: Mapping[str, Any] = {}
     _optimizer_of_trainer: Any = None
+    _has_failed = False
 
     # What it needs of `LowBitMixin` and of the Trainer, beside it:
     low_bit_store: LowBitStore | None
@@ -91,12 +94,15 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             ValueError: if another run uses this `output_dir` or has its checkpoints there, if the checkpoint cannot
                 be resumed, or if only the settings name one.
             NoUpdateError: if the run ended without an update.
-            RuntimeError: under DeepSpeed for a second call or a call after `evaluate`; with quantization if the model
-                has no low-bit layers.
+            RuntimeError: under DeepSpeed for a second call or a call after `evaluate`; under FSDP after a call that
+                failed; with quantization if the model has no low-bit layers.
         """
         # transformers would use the DeepSpeed engine of the earlier call, which it has destroyed.
         if self.is_deepspeed_enabled and self.model_wrapped is not self.model:
             raise RuntimeError("With DeepSpeed a trainer trains once, before any evaluate(). Resume in a new trainer.")
+        # FSDP2 keeps gradients and gathers of the update in which the call failed.
+        if self.is_fsdp_enabled and self._has_failed:
+            raise RuntimeError("With FSDP no train() follows one that failed. Resume in a new trainer.")
         if self.args.quantized and self.low_bit_store is None:
             raise RuntimeError(
                 "trainer.model has no low-bit layers, so it would train in high precision: a script replaced it, or "
@@ -151,11 +157,22 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
                 logger.warning("The checkpoints of this run will not resume it: %s", never)
             elif self.args.save_only_model and self.args.save_strategy != "no":
                 logger.warning("save_only_model: no checkpoint but that of a signal will resume this run.")
-            output = super().train(checkpoint, *args, **kwargs)
+            try:
+                output = super().train(checkpoint, *args, **kwargs)
+            except BaseException:
+                self._end_failed_call()
+                raise
 
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
         return output
+
+    def _end_failed_call(self) -> None:
+        """Forget the metrics of a call that failed, which TRL forgets when it logs them."""
+        self._has_failed = True
+        # Else they would be averaged into the next line of the log.
+        for of_mode in getattr(self, "_metrics", {}).values():
+            of_mode.clear()
 
     def _makes_optimizer(self, is_resumed: bool) -> bool:
         """Whether a call of `train` makes an optimizer. A second call without a resume keeps that of the first."""
@@ -163,8 +180,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             return True
         # transformers has taken the groups out of a script's dictionary when it made the first.
         is_of_trainer = self.optimizer is self._optimizer_of_trainer and self.optimizer_cls_and_kwargs is None
-        # Under FSDP the model is wrapped by now.
-        return is_resumed and is_of_trainer and not self.is_fsdp_enabled
+        return is_resumed and is_of_trainer
 
     def _settings_that_count(self, is_resumed: bool) -> dict[str, Any]:
         """What a call of `train` reads of the settings; of an optimizer that it keeps, what that was made with."""
@@ -319,7 +335,13 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
     def _prepare_for_training(self, *args: Any) -> tuple:
         """The Trainer's method, which makes the optimizer, and in a resumed run loads its state."""
         is_of_script = self.optimizer is not None
-        prepared = super()._prepare_for_training(*args)
+        kept: AbstractContextManager = nullcontext()
+        if isinstance(self._unwrapped, FSDPModule):
+            # An earlier call has sharded it. The method below makes no other optimizer then.
+            self.create_optimizer()
+            kept = parameters_kept(self.optimizer)
+        with kept:
+            prepared = super()._prepare_for_training(*args)
         if not is_of_script:
             self._optimizer_of_trainer = self.optimizer
         self._note_optimizer()

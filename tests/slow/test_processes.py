@@ -13,6 +13,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.numpy import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -245,6 +246,52 @@ def test_uneven_shards_resume_bit_for_bit(tmp_path):
     low_bit = stored_tensors(half / "low_bit")
     for name, tensor in iter_low_bit_weights(_quantized(half)):
         assert torch.equal(low_bit[name], tensor)
+
+
+def _train_again(model: str, folder: str) -> dict[str, Any]:
+    """A run, and further ones from its checkpoint by the same trainer, the last of which fails."""
+    settings = {"use_vllm": False, "max_completion_length": 4, "save_strategy": "steps", "save_steps": 2}
+    settings |= {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "export_low_bit": False}
+    # Of half of its matrices the second process has no rows.
+    adapter = LoraConfig(r=1, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer = trainer_of_two(model, folder, True, seed=1, peft_config=adapter, weight_decay=0.1, **settings)
+    trainer.train()
+    trained = whole_arrays(trainer)
+    checkpoint = str(Path(folder) / "checkpoint-2")
+
+    trainer.train(resume_from_checkpoint=checkpoint)
+    again = whole_arrays(trainer)
+
+    trainer.args.weight_decay = 0.5
+    trainer.train(resume_from_checkpoint=checkpoint)
+    decays = [group["weight_decay"] for group in trainer.optimizer.param_groups]
+
+    class FailsWithinAnUpdate(TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("as if out of memory")
+
+    trainer.add_callback(FailsWithinAnUpdate)
+    with pytest.raises(RuntimeError, match="as if out of memory"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(RuntimeError, match="Resume in a new trainer"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    return {
+        "trained": trained,
+        "again": again,
+        "decays": decays,
+        "parameters": len({id(one) for group in trainer.optimizer.param_groups for one in group["params"]}),
+    }
+
+
+def test_one_trainer_resumes_several_times_bit_for_bit(tmp_path):
+    """What the trainer has of an optimizer is not that of the checkpoint."""
+    model = save_model(tmp_path / "model", layers=1)
+
+    for process in isolated_group(_train_again, 2, model, str(tmp_path / "run")):
+        assert same(process["trained"], process["again"])
+        assert process["decays"] == [0.5, 0.0]
+        # accelerate alone takes the matrices without rows for one.
+        assert process["parameters"] == 4
 
 
 def _evaluate(model: str, folder: str) -> dict[str, Any]:
