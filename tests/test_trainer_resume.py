@@ -309,6 +309,38 @@ def test_a_rate_that_a_script_changes_between_two_calls_counts_in_the_second_tha
     assert read_manifest(tmp_path / "checkpoint-4")["settings"]["learning_rate"] == 1e-7
 
 
+class FailsOnce(TrainerCallback):
+    """Stops the first call within its second update, unless it has failed already."""
+
+    def __init__(self, has_failed: bool = False):
+        self.has_failed = has_failed
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1 and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("as if out of memory")
+
+
+def test_a_call_after_one_that_failed_within_an_update_is_as_a_first_one(dense_model, tmp_path):
+    """As in a notebook."""
+    changes = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    changes |= {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    straight = make(dense_model, tmp_path / "straight", **changes)
+    # Such a callback keeps micro-batches in passes of their own, which round otherwise.
+    straight.add_callback(FailsOnce(has_failed=True))
+    straight.train()
+    trainer = make(dense_model, tmp_path / "run", **changes)
+    trainer.add_callback(FailsOnce())
+    with pytest.raises(RuntimeError, match="as if out of memory"):
+        trainer.train()
+
+    trainer.train(resume_from_checkpoint=True)
+
+    assert not changed(master_weights(straight), master_weights(trainer))
+    for name in ("entropy", "completions/mean_length", "ratio/kl_k3"):
+        assert logged(trainer, name) == logged(straight, name)
+
+
 def test_schedule_decay_betas_and_the_end_are_those_of_the_new_run(dense_model, halfway, tmp_path):
     changes = {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 1e-6, "max_steps": 6}
     trainer = make(dense_model, tmp_path, **STEPWISE | {"lr_scheduler_type": "linear"} | changes)
