@@ -168,8 +168,12 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         return output
 
     def _end_failed_call(self) -> None:
-        """Forget the metrics of a call that failed, which TRL forgets when it logs them."""
+        """Forget what a call that failed has left: metrics, which TRL forgets when it logs them, and NEFTune's hook."""
         self._has_failed = True
+        # The Trainer removes it at the end of a call. A second one beside it would add noise twice.
+        hook = getattr(self, "neftune_hook_handle", None)
+        if hook is not None:
+            hook.remove()
         # Else they would be averaged into the next line of the log.
         for of_mode in getattr(self, "_metrics", {}).values():
             of_mode.clear()

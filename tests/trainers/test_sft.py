@@ -283,6 +283,23 @@ def test_torch_compile_is_trls_without_quantization(tmp_path):
 # Resuming -----------------------------------------------------------------------------------------------------------
 
 
+class Fails(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        raise RuntimeError("as if out of memory")
+
+
+def test_a_call_that_failed_leaves_no_noise_for_the_next(dense_model, tmp_path):
+    trainer = make(dense_model, tmp_path, neftune_noise_alpha=5.0, max_steps=2)
+    trainer.add_callback(Fails())
+    hooks = trainer.model.get_input_embeddings()._forward_hooks
+    before = len(hooks)
+
+    with pytest.raises(RuntimeError, match="as if out of memory"):
+        trainer.train()
+
+    assert len(hooks) == before
+
+
 def rows_of_a_run(model, folder, checkpoint=None, **changes):
     """The rows that a run of one epoch trains on."""
     # 16 rows in four updates, and a checkpoint after the second.
