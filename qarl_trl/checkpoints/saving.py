@@ -168,7 +168,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         return output
 
     def _end_failed_call(self) -> None:
-        """Forget what a call that failed has left: metrics, which TRL forgets when it logs them, and NEFTune's hook."""
+        """Forget what a failed call has left: metrics, which TRL forgets when it logs them, and NEFTune's hook."""
         self._has_failed = True
         # The Trainer removes it at the end of a call. A second one beside it would add noise twice.
         hook = getattr(self, "neftune_hook_handle", None)
