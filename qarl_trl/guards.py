@@ -244,6 +244,10 @@ def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], tra
     # The check is inside, because only one process may have got a wrong result.
     with all_or_none("rollout_func", trainer.accelerator):
         output = rollout_func(prompts, trainer)
+        # It may have asked the server itself, whose client keeps errors for later.
+        client: Any = getattr(getattr(trainer, "vllm_generation", None), "vllm_client", None)
+        if hasattr(client, "raise_failure"):
+            client.raise_failure()
         check_rollout(output, len(prompts), trainer.args.weighs_mismatch)
     return output
 

@@ -140,7 +140,7 @@ def _check_switches(values: Mapping[str, Any], known: Collection[str]) -> None:
         )
 
     of_evaluation = [name for name in are_set if name.startswith("eval_dataset_")]
-    if of_evaluation and "eval_strategy" not in are_set:
+    if of_evaluation and "eval_strategy" not in are_set and not values.get("eval_on_start"):
         raise ValueError(
             f"eval_strategy must be set beside {', '.join(of_evaluation)}: without it nothing is evaluated. Set "
             "eval_strategy: steps, with eval_steps, or no."

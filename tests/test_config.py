@@ -133,6 +133,7 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         # Whose bounds are 0.2 wide. Compiled code moves a ratio by 0.04 at most.
         {"torch_compile": True, "loss_type": "grpo"},
         {"torch_compile": True, "loss_type": "grpo", "gradient_checkpointing": False, "quant_scheme": "none"},
+        {"torch_compile": True, "loss_type": "grpo", "gradient_checkpointing": False, "quantize_learner": False},
         # Bounds of the loss that is used.
         {"loss_type": "grpo", "epsilon": 0.1, "delta": 2.0, "tbpo_delta_high": 1e-4},
         VLLM | {"mismatch_abort_threshold": 0.1},

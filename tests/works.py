@@ -75,7 +75,12 @@ SECTIONS: dict[str, list[Row]] = {
             "it resumes at the end of an epoch alone; with an engine it ran once by hand",
         ),
         Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
-        Row("`torch_compile` in SFT", REFUSED, "test_settings_that_cannot_run_are_refused", "TorchDynamo fails there"),
+        Row(
+            "`torch_compile` in SFT and DPO",
+            REFUSED,
+            "test_dpo_in_low_bits_is_not_compiled",
+            "TorchDynamo fails there, and elsewhere without `gradient_checkpointing`",
+        ),
         Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),
         Row(
             "packing of models in which texts would cross: LFM2, Falcon-H1, OPT and others",

@@ -179,7 +179,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def parameters_kept(optimizer: Any) -> AbstractContextManager:
+def parameters_kept(optimizer: Any, model: Any) -> AbstractContextManager:
     """
     Leave an optimizer its parameters while accelerate prepares it and a model that FSDP2 has sharded before.
 
@@ -189,9 +189,19 @@ def parameters_kept(optimizer: Any) -> AbstractContextManager:
 
     Args:
         optimizer: Made of the shards, also one that accelerate wraps.
+        model: The model, sharded.
+
+    Raises:
+        ValueError: if the optimizer, one of a script, was made of other parameters, which nothing would train.
     """
+    shards = {id(parameter) for parameter in model.parameters()}
     # Copies: accelerate writes into these lists.
     of_groups = [list(group["params"]) for group in optimizer.param_groups]
+    if any(id(parameter) not in shards for group in of_groups for parameter in group):
+        raise ValueError(
+            "The optimizer was made of parameters that are not the model's shards. Make it of "
+            "trainer.model.parameters() after the first train(), or leave it out."
+        )
 
     def put_back(prepared: Any, mapping: dict[int, Any]) -> None:
         for group, parameters in zip(prepared.param_groups, of_groups, strict=True):

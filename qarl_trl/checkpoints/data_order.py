@@ -124,6 +124,10 @@ class DataOrderMixin:
         or end it.
         """
         self._load_rng_state(str(self._before_epoch_end))
+        file = self._epoch_file(str(self._before_epoch_end))
+        if self._rng_of_epoch is None and file.exists():
+            # A callback may ask for a save here, which is of the same epoch.
+            self._rng_of_epoch = torch.load(file, weights_only=True)
         self._before_epoch_end = None
         # With `restore_callback_states_from_checkpoint` it still asks for the save that wrote the checkpoint.
         self.control.should_save = False

@@ -52,6 +52,8 @@ COMMIT = "commit"
 WORKERS = "workers_of_stream"
 # The entry of the processes that make rows of several others, by packing or pairing them.
 PACKERS = "processes_of_rows"
+# The entry of the tokenizer that a script gave.
+TOKENIZER = "tokenizer"
 # The entry of the settings of the run, by name.
 SETTINGS = "settings"
 # The entry of the reward functions among them. It is in no config.
@@ -98,8 +100,7 @@ def identity_of(
     facts = {
         "model": name,
         "weights": weights_fact(name, args.model_init_kwargs),
-        # Earlier versions stored "tokenizer", a digest that knew nothing of the settings.
-        "processing_class": _tokenizer_fact(trainer_arguments.get("processing_class"), args),
+        TOKENIZER: _tokenizer_fact(trainer_arguments.get("processing_class"), args),
         "scheme": scheme_fact(plan),
         "adapter": [_facts_of_adapter(config) for config in adapters],
         "data": _data_fact(trainer_arguments.get("train_dataset")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from accelerate.logging import get_logger
 
 from ..guards import on_first
 from .changes import Change, changes, refuses
+from .data_order import MISSES_EPOCH_END
 from .folder import (
     INCOMING,
     REPLACED,
@@ -23,7 +25,7 @@ from .folder import (
     is_of_user,
     read_manifest,
 )
-from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, WORKERS, same_scheme, without_choice_of_layers
+from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, TOKENIZER, WORKERS, same_scheme, without_choice_of_layers
 from .lock import holding
 
 
@@ -36,7 +38,7 @@ MADE = "optimizer_began_with"
 # What has read the training set, and why its number must stay.
 _READERS = {
     WORKERS: ("read its stream with dataloader_num_workers", "reads shards"),
-    PACKERS: ("packed its rows with dataset_num_proc", "packs rows"),
+    PACKERS: ("made its rows with dataset_num_proc", "makes rows"),
 }
 # Entries that are compared last, because a setting that changed with them says more: digests of the models beside the
 # policy, and whether a launcher compiles it.
@@ -281,6 +283,9 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
     if name == COMMIT:
         _check_commit(checkpoint, stored, identity)
         return
+    # Earlier versions had the number among the settings.
+    if name == PACKERS and name not in stored:
+        stored = {**stored, name: stored.get(SETTINGS, {}).get("dataset_num_proc") or 1}
     if name in _READERS and stored.get(name, value) != value:
         reader, does = _READERS[name]
         raise ValueError(
@@ -291,11 +296,12 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
     if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:
         return
     if name == "scheme" and same_scheme(stored.get(name, value), value):
-        if stored.get(name, value) != value:
+        if stored.get(name, value) != value and _has_layers_in_routers(checkpoint):
             logger.warning(
-                f"{checkpoint} names the routers of mixtures of experts otherwise. Layers within a router of Gemma-4 "
-                "and Zaya, which its run may have trained in low bits, stay in high precision from here on."
+                f"The run of {checkpoint} trained layers within routers in low bits. They stay in high precision now."
             )
+        return
+    if name == TOKENIZER and _has_digest_without_settings(stored):
         return
     # They left this choice out of the adapter, also where there was one.
     if name == "adapter" and TRAINED not in stored:
@@ -307,6 +313,21 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
             f"and is {value!r} with {identity['model']!r}. "
             "Start with what it was made from, or use another output_dir."
         )
+
+
+def _has_layers_in_routers(checkpoint: str) -> bool:
+    """Whether a checkpoint is of a model with linear layers inside its routers. Of an adapter nobody knows here."""
+    config = Path(checkpoint) / "config.json"
+    if not config.exists():
+        return False
+    return json.loads(config.read_text()).get("model_type", "").startswith(("gemma4", "zaya"))
+
+
+def _has_digest_without_settings(stored: Mapping[str, Any]) -> bool:
+    """Whether a version wrote the digest of a tokenizer that knew nothing of the settings which TRL writes into it."""
+    is_of_earlier_version = MISSES_EPOCH_END not in stored
+    settings = stored.get(SETTINGS, {})
+    return is_of_earlier_version and any(settings.get(name) for name in ("eos_token", "chat_template_path"))
 
 
 def _check_commit(checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

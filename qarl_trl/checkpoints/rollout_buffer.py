@@ -133,6 +133,9 @@ class RolloutBuffer:
         """Sample a new rollout batch next, after a weight sync."""
         if self.exists:
             self.load(0, self.step_of_sampling, None)
+            # Their place of IW-OPD (`trl.experimental`, TRL 1.16).
+            if hasattr(self._trainer, "_buffer_step"):
+                self._trainer._buffer_step = 0
             self.force_sync()
 
     def force_sync(self) -> None:
@@ -140,3 +143,6 @@ class RolloutBuffer:
         # Trainers without an engine do not have it.
         if hasattr(self._trainer, "_last_loaded_step"):
             self._trainer._last_loaded_step = -1
+        # That of GOLD and IW-OPD (`trl.experimental`, TRL 1.16), which sync again so many steps after it.
+        if hasattr(self._trainer, "_last_vllm_sync_step"):
+            self._trainer._last_vllm_sync_step = -max(1, self._trainer.vllm_sync_frequency)

@@ -116,7 +116,10 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             if resume_from_checkpoint is None and not self._owns_checkpoints:
                 self._check_wish_of_settings()
             checkpoint = resume_path(resume_from_checkpoint, self.args, self._identity)
+            never = why_never_resumed(self.args) or why_callbacks_forget(self.callback_handler.callbacks)
             if checkpoint is not None:
+                if never is not None:
+                    raise ValueError(never)
                 # Parts of it are read after an evaluation, in which a reward may change the current folder.
                 checkpoint = os.path.abspath(checkpoint)
             # The first process holds the folder until this call ends. All processes refuse if another run holds it.
@@ -148,10 +151,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             # Shards are other parameters than those that an optimizer was made of.
             if not self.is_fsdp_enabled:
                 say_if_of_another_model(self.optimizer, self.model)
-            never = why_never_resumed(self.args) or why_callbacks_forget(self.callback_handler.callbacks)
             if checkpoint is not None:
-                if never is not None:
-                    raise ValueError(never)
                 self._say_resumed(checkpoint)
             elif never is not None and self.args.save_strategy != "no":
                 logger.warning("The checkpoints of this run will not resume it: %s", never)
@@ -174,9 +174,10 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         hook = getattr(self, "neftune_hook_handle", None)
         if hook is not None:
             hook.remove()
-        # Else they would be averaged into the next line of the log.
-        for of_mode in getattr(self, "_metrics", {}).values():
-            of_mode.clear()
+        # Else they would be averaged into the next line of the log. Some of TRL's trainers have the second name.
+        for name in ("_metrics", "_stored_metrics"):
+            for of_mode in getattr(self, name, {}).values():
+                of_mode.clear()
 
     def _makes_optimizer(self, is_resumed: bool) -> bool:
         """Whether a call of `train` makes an optimizer. A second call without a resume keeps that of the first."""
@@ -343,7 +344,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         if isinstance(self._unwrapped, FSDPModule):
             # An earlier call has sharded it. The method below makes no other optimizer then.
             self.create_optimizer()
-            kept = parameters_kept(self.optimizer)
+            kept = parameters_kept(self.optimizer, self._unwrapped)
         with kept:
             prepared = super()._prepare_for_training(*args)
         if not is_of_script:

@@ -49,7 +49,8 @@ def _check_evaluations(trainer_arguments: TrainerArguments, args: RunSettings) -
     those without the columns that a trainer with rewards or a distillation reads.
     """
     # Trainers that sample look at the rows only when they evaluate. The others prepare them at once.
-    if prompts_per_rollout(args) is not None and args.eval_strategy == "no":
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if prompts_per_rollout(args) is not None and not evaluates:
         return
 
     data = trainer_arguments.get("eval_dataset")

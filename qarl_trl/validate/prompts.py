@@ -110,8 +110,8 @@ def _context(config: PretrainedConfig, args: RunSettings) -> int | None:
     if not args.has_engine:
         return None
     of_model = getattr(config.get_text_config(), "max_position_embeddings", None)
-    # A server has its own, at most the model's.
-    return of_model if uses_server(args) else args.vllm_max_model_length or of_model
+    # `qarl-trl serve` gives a server the same.
+    return args.vllm_max_model_length or of_model
 
 
 def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, args: RunSettings, tools: Any) -> None:
@@ -141,8 +141,16 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
                     f"{title}[{row}]: the prompt has {length} tokens, and the engine's context is {context} with the "
                     "answer. Leave such rows out, or raise vllm_max_model_length."
                 )
-            if length + (args.max_completion_length or 0) > context:
-                short_of_room += 1
+            if length + (args.max_completion_length or 0) <= context:
+                continue
+            short_of_room += 1
+            # vLLM's server refuses all prompts of such a request (0.31, `_token_len_check` of `renderers/params.py`).
+            if uses_server(args):
+                raise ValueError(
+                    f"{title}[{row}]: the prompt has {length} tokens, which leaves less than max_completion_length="
+                    f"{args.max_completion_length} of the server's context of {context}, and a server refuses that. "
+                    "Leave such rows out, or raise vllm_max_model_length, also for the server."
+                )
 
     if short_of_room:
         logger.warning(

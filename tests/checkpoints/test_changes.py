@@ -16,8 +16,8 @@ from trl import KTOConfig
 
 from qarl_trl import LowBitConfig, LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig, QaRLConfig
 from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule, compared_settings
+from qarl_trl.checkpoints.identity import PACKERS, identity_of
 from qarl_trl.checkpoints.identity import SETTINGS as OF_RUN
-from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, resume_path
 from qarl_trl.learner.attention import use_packed_attention
 from qarl_trl.quant import apply_quantization
@@ -120,12 +120,18 @@ def test_processes_that_pack_rows_stay_because_each_packs_a_part_of_them(tmp_pat
     assert resume_path(str(folder), now, identity(now)) == str(folder)
 
     now.dataset_num_proc = 2
+    # Earlier versions had the number among the settings.
+    facts = identity(args)
+    facts.pop(PACKERS, None)
+    facts["settings"]["dataset_num_proc"] = None
+    earlier = write(tmp_path, 2, **facts)
 
-    if packing:
-        with pytest.raises(ValueError, match="packed its rows with dataset_num_proc=1, got 2"):
-            resume_path(str(folder), now, identity(now))
-    else:
-        assert resume_path(str(folder), now, identity(now)) == str(folder)
+    for checkpoint in (folder, earlier):
+        if packing:
+            with pytest.raises(ValueError, match="made its rows with dataset_num_proc=1, got 2"):
+                resume_path(str(checkpoint), now, identity(now))
+        else:
+            assert resume_path(str(checkpoint), now, identity(now)) == str(checkpoint)
 
 
 def test_unchanged_settings_are_no_change(tmp_path):

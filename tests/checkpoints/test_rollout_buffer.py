@@ -106,6 +106,19 @@ def test_a_forced_sync_keeps_the_rollout_batch():
     assert vars(trainer) == vars(trainer_at(7)) | {"_last_loaded_step": -1}
 
 
+def test_trainers_with_another_name_for_their_last_sync_are_forced_to_sync_too():
+    """GOLD syncs at step S if S >= last + frequency, and IW-OPD counts its micro-batches by a name of its own."""
+    trainer = trainer_at(7)
+    trainer._last_vllm_sync_step = 6
+    trainer.vllm_sync_frequency = 3
+    trainer._buffer_step = 5
+
+    RolloutBuffer(trainer).forget()
+
+    assert trainer._last_vllm_sync_step + 3 <= 0
+    assert trainer._buffer_step == 0
+
+
 def test_a_trainer_that_samples_nothing_gets_no_buffer():
     # As SFT's and DPO's: none of the attributes.
     trainer = SimpleNamespace()

@@ -269,7 +269,7 @@ def test_a_checkpoint_of_another_tokenizer_is_refused(model, checkpoint_of, tmp_
     settings = LONG | {"save_strategy": "no", "resume_from_checkpoint": str(checkpoint_of(6))}
     args = QaRLConfig(**without_engine(tmp_path, **settings))
 
-    with pytest.raises(ValueError, match="processing_class was"):
+    with pytest.raises(ValueError, match="tokenizer was"):
         QaRLTrainer(model, distinct_characters, args, train_dataset=prompts(4), processing_class=tokenizer)
 
 
@@ -641,6 +641,9 @@ def test_a_run_with_a_callback_that_updates_the_reference_is_not_resumed(model, 
     resumed.add_callback(UpdatesReference())
     with pytest.raises(ValueError, match=r"UpdatesReference\(update_ref_model=True\) cannot be resumed"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    # What was refused has not made the checkpoints those of this trainer, which would replace them.
+    with pytest.raises(ValueError, match="checkpoint-"):
+        resumed.train()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -424,7 +424,7 @@ def test_a_second_trainer_of_a_tokenizer_is_the_same_run(dense_model, tmp_path, 
 
     assert trainer(tokenizer).train(resume_from_checkpoint="auto").global_step == 2
     # Control: another tokenizer.
-    with pytest.raises(ValueError, match="processing_class was"):
+    with pytest.raises(ValueError, match="tokenizer was"):
         trainer(make_tokenizer("0123456789+=# ;"), resume_from_checkpoint="auto")
 
 

@@ -80,6 +80,15 @@ def test_a_prompt_that_leaves_little_room_is_said(model, tmp_path, caplog):
     assert "1 of 3 prompts leave less than max_completion_length=8" in record.getMessage()
 
 
+def test_a_server_needs_room_for_the_longest_answer(model, tmp_path):
+    server = {"vllm_mode": "server", "sync_folder": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"train_dataset\[1\]: the prompt has 60 tokens, .*server's context of 64"):
+        check(model, tmp_path, texts("1" * 56, "1" * 60), **server)
+
+    # Control: just enough.
+    check(model, tmp_path, texts("1" * 56), **server)
+
+
 @pytest.mark.parametrize("use_vllm", [True, False])
 def test_a_prompt_that_a_pass_may_not_hold_is_said(model, tmp_path, caplog, use_vllm):
     """The learner finds it when the first such answer comes."""

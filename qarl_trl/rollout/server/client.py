@@ -271,6 +271,9 @@ class ServerClient(VLLMClient):
             TRL's answer; one without completions after an error.
         """
         try:
+            # One of the images before.
+            if self._failure is not None:
+                raise self._failure
             self.require_synced()
             answer = super().generate(*args, **kwargs)
             # Again: another run may have synced to the server meanwhile.
@@ -280,8 +283,21 @@ class ServerClient(VLLMClient):
             self._failure = error
             return {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
 
+    def image_features(self, images: list[list[Any] | None], *args: Any, **kwargs: Any) -> list[None]:
+        """
+        TRL's method, for images within messages and those that a tool returns. A low-bit server takes none, which
+        [`raise_failure`] says.
+
+        Args:
+            images: The images of each prompt.
+            args: TRL's other arguments.
+            kwargs: TRL's other arguments.
+        """
+        self._failure = ValueError("vllm_mode='server' takes text only, got images in a prompt. Use 'colocate'.")
+        return [None] * len(images)
+
     def raise_failure(self) -> None:
-        """Raise the error of the last `generate`, if there was one."""
+        """Raise the error of the last `generate` or `image_features`, if there was one."""
         failure = self._failure
         self._failure = None
         if failure is not None:

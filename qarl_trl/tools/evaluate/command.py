@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     suites = find_suites(options.suite)
     rewards = load_rewards(options.reward_funcs)
     reward_names(rewards)  # refuses two of one name
-    params = _sampling_params(options)
+    _sampling_params(options)  # refuses what vLLM refuses
     check_engine_arguments(options.engine_kwargs, "--engine_kwargs")
 
     folder, adapter = find_checkpoint(options.model)
@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     config = AutoConfig.from_pretrained(folder)
     check_sizes(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
+    params = _sampling_params(options, tokenizer)
     check_complete(folder)
     check_one_model(folder)
     described = precision(config)
@@ -131,6 +132,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--top_p", type=float, default=1.0, help="top-p of the sampling (default: 1.0)")
     add("--max_new_tokens", type=int, default=16384, help="completion token limit (default: 16384, paper Table 2)")
     add("--stop", nargs="+", help="strings that end an answer (default: none; a recipe's are in generation_kwargs)")
+    add("--stop_token_ids", type=int, nargs="+", help="ids of tokens that end an answer (default: those of the model)")
     add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     add("--limit", type=int, help="number of problems from the start of each suite (default: all)")
     add(
@@ -191,18 +193,33 @@ def switch(text: str) -> bool:
 # Checks before the engine starts ------------------------------------------------------------------------------------
 
 
-def _sampling_params(options: argparse.Namespace) -> Any:
-    """The `vllm.SamplingParams` of the options; `ValueError`, in vLLM's words, for those that it refuses."""
+def _sampling_params(options: argparse.Namespace, tokenizer: Any = None) -> Any:
+    """
+    The `vllm.SamplingParams` of the options.
+
+    Args:
+        options: Of the command line.
+        tokenizer: The model's, by which a training ends answers at stop strings that are added tokens; `None` to only
+            try the options.
+
+    Raises:
+        ValueError: in vLLM's words, for those that it refuses.
+    """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
+    from ...trainers.sampling import with_stop_tokens
+
+    endings: Any = {"stop": options.stop, "stop_token_ids": options.stop_token_ids}
+    if tokenizer is not None:
+        endings = with_stop_tokens(endings, tokenizer)
     try:
         return SamplingParams(
             n=options.k,
             temperature=options.temperature,
             top_p=options.top_p,
             max_tokens=options.max_new_tokens,
-            stop=options.stop,
+            **endings,
             # A reward of the training sees it, because TRL's texts are made of all tokens.
             include_stop_str_in_output=True,
         )

@@ -260,6 +260,21 @@ def test_no_completion_of_other_weights_is_returned(before, after, words):
         client.raise_failure()  # once
 
 
+def test_images_are_refused_when_all_processes_have_their_answers():
+    answers = {"/qarl_state": states_in_turn(["mine"], ["mine"]), "/v1/completions": COMPLETION}
+
+    with client_of(answers) as client:
+        client.version = "mine"
+        # In the place of TRL's request, which the server does not have.
+        assert client.image_features([["an image"], None]) == [None, None]
+        assert client.generate([[1], [2]], n=1)["completion_ids"] == []
+        with pytest.raises(ValueError, match="takes text only, got images in a prompt"):
+            client.raise_failure()
+
+        # Control: text.
+        assert client.generate([[1, 2]], n=1)["completion_ids"] == [[3]]
+
+
 def test_a_server_that_dies_is_asked_once():
     with client_of({"/qarl_state": lambda body: (0, {})}) as client:
         client.version = "mine"

@@ -12,6 +12,7 @@ import torch
 from conftest import make_model, make_tokenizer
 from lines import lines_that_begin, write_rows
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 
 from qarl_trl import cli
@@ -497,6 +498,16 @@ def test_strings_that_end_an_answer_reach_the_engine(models, sums, engine_calls,
     params = engine_calls.params[0]
     assert params.stop == (stop or [])
     assert params.include_stop_str_in_output
+
+
+def test_a_stop_string_that_is_a_special_token_ends_an_answer_as_in_training(models, sums, engine_calls):
+    """vLLM looks for strings in text without special tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(models / "w4a16")
+    evaluate(models / "w4a16", sums, "--stop", "=", tokenizer.eos_token, "--stop_token_ids", "5")
+
+    # Control: "=" is a token of the usual vocabulary.
+    assert engine_calls.params[0].stop_token_ids == [5, tokenizer.eos_token_id]
+    assert engine_calls.params[0].stop == ["=", tokenizer.eos_token]
 
 
 def test_a_prompt_that_comes_again_is_sampled_again_and_named(capsys, models, tmp_path, engine_calls):
