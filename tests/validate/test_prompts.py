@@ -86,7 +86,7 @@ def test_a_server_needs_room_for_the_longest_answer(model, tmp_path):
         check(model, tmp_path, texts("1" * 56, "1" * 60), **server)
 
     # Control: just enough.
-    check(model, tmp_path, texts("1" * 56), **server)
+    check(model, tmp_path, texts("1" * 56, "1" * 56), **server)
 
 
 @pytest.mark.parametrize("use_vllm", [True, False])
