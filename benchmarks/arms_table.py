@@ -221,14 +221,17 @@ def users_table() -> str:
 
 
 def users_long_table(regime: str) -> str:
-    """Accuracy of the arms of a long regime by how their weights are deployed."""
+    """Accuracy of the arms of a long regime, with three seeds and more, by how their weights are deployed."""
     ways = ("as it is", "rounded", "gptq")
-    before = json.loads((FOLDER / f"{regime}_before.json").read_text())["scores"]
+    # All long regimes have one start.
+    before = json.loads((FOLDER / "long_before.json").read_text())["scores"]
     of_start = [f"{100 * before[way]:.0f}" for way in ways]
 
     rows = [["before training", *of_start]]
     for arm in arms_of(regime):
         cells = read(regime, arm)
+        if len(cells) < 3:
+            continue
         deployed = [deployed_accuracy(cells, way, "{:.0f}") for way in ways]
         rows.append([arm, *deployed])
     return markdown(["trained by", "unquantized", "rounded", "GPTQ"], rows)
@@ -395,6 +398,7 @@ def tables() -> dict[str, str]:
     by_name["alignment"] = level_table()
     by_name["toy"] = users_table()
     by_name["toy, long"] = users_long_table("long")
+    by_name["toy, long, slow"] = users_long_table("long_stale_slow")
     return {f"<!-- table: {name} -->\n": text for name, text in by_name.items()}
 
 

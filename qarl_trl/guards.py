@@ -243,13 +243,22 @@ def rollout_of_all(rollout_func: Callable[..., Any], prompts: Sequence[Any], tra
     """
     # The check is inside, because only one process may have got a wrong result.
     with all_or_none("rollout_func", trainer.accelerator):
-        output = rollout_func(prompts, trainer)
-        # It may have asked the server itself, whose client keeps errors for later.
-        client: Any = getattr(getattr(trainer, "vllm_generation", None), "vllm_client", None)
-        if hasattr(client, "raise_failure"):
-            client.raise_failure()
+        try:
+            output = rollout_func(prompts, trainer)
+        except Exception:
+            # That of the server is its cause.
+            _raise_failure_of_server(trainer)
+            raise
+        _raise_failure_of_server(trainer)
         check_rollout(output, len(prompts), trainer.args.weighs_mismatch)
     return output
+
+
+def _raise_failure_of_server(trainer: Any) -> None:
+    """Raise the error of what a `rollout_func` asked the server itself. The client keeps errors for later."""
+    client: Any = getattr(getattr(trainer, "vllm_generation", None), "vllm_client", None)
+    if hasattr(client, "raise_failure"):
+        client.raise_failure()
 
 
 def check_rollout(output: Mapping[str, Any], rows: int, weighs_mismatch: bool) -> None:

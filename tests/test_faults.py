@@ -199,6 +199,32 @@ def test_a_rollout_without_log_probs_is_refused_where_the_loss_needs_them(make):
     assert make(spoil=lambda output: output | {"logprobs": None}, max_steps=1).train().global_step == 1
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_error_of_a_server_that_a_rollout_func_asked_is_raised(is_read):
+    """The client keeps errors for later, and gives back no completions."""
+
+    class Client:
+        def raise_failure(self):
+            raise ConnectionError("the server died")
+
+    def rollout(prompts, trainer):
+        completions = []
+        return {"prompt_ids": [], "completion_ids": [completions[0]] if is_read else completions}
+
+    trainer = SimpleNamespace(
+        accelerator=TwoProcesses(torch.zeros(1), first=True),
+        args=SimpleNamespace(weighs_mismatch=False),
+        vllm_generation=SimpleNamespace(vllm_client=Client()),
+    )
+    with pytest.raises(ConnectionError, match="the server died"):
+        guards.rollout_of_all(rollout, ["a", "b"], trainer)
+
+    # Control: without a server it is the function's own error.
+    del trainer.vllm_generation
+    with pytest.raises(IndexError if is_read else ValueError):
+        guards.rollout_of_all(rollout, ["a", "b"], trainer)
+
+
 def test_a_rollout_batch_without_rewards_stops_the_run(make):
     trainer = make(rewarded(lambda rewards: [None] * len(rewards)), max_steps=2)
     before = master_weights(trainer)

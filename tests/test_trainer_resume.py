@@ -158,6 +158,12 @@ def test_a_resume_that_trains_other_parameters_of_the_same_shapes_is_refused(den
 
     with pytest.raises(ValueError, match="its optimizer trained 13 parameters, .* trains 13 parameters"):
         trainer("q_proj", tmp_path / "b").train(resume_from_checkpoint=checkpoint)
+    # In the folder of the run, too, and then its checkpoints are not those of the trainer, which would replace them.
+    refused = trainer("q_proj", tmp_path / "a")
+    with pytest.raises(ValueError, match="its optimizer trained 13 parameters"):
+        refused.train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="checkpoint-"):
+        refused.train()
     # Control: the same ones.
     trainer("o_proj", tmp_path / "c").train(resume_from_checkpoint=checkpoint)
 

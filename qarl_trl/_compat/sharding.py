@@ -200,7 +200,7 @@ def parameters_kept(optimizer: Any, model: Any) -> AbstractContextManager:
     if any(id(parameter) not in shards for group in of_groups for parameter in group):
         raise ValueError(
             "The optimizer was made of parameters that are not the model's shards. Make it of "
-            "trainer.model.parameters() after the first train(), or leave it out."
+            "trainer.model.parameters() right after the first train(), or leave it out."
         )
 
     def put_back(prepared: Any, mapping: dict[int, Any]) -> None:

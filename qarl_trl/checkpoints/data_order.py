@@ -16,12 +16,8 @@ from transformers.trainer_utils import has_length
 from trl.trainer.utils import RepeatSampler
 
 from .._compat.resuming import add_states_of_callbacks
-from .folder import read_manifest
+from .folder import MISSES_EPOCH_END, read_manifest
 
-
-# The entry of a manifest that says whether a checkpoint is of the last update of an epoch or of the run, saved before
-# the end of its epoch.
-MISSES_EPOCH_END = "misses_epoch_end"
 
 logger = get_logger(__name__)
 
@@ -125,7 +121,7 @@ class DataOrderMixin:
         """
         self._load_rng_state(str(self._before_epoch_end))
         file = self._epoch_file(str(self._before_epoch_end))
-        if self._rng_of_epoch is None and file.exists():
+        if file.exists():
             # A callback may ask for a save here, which is of the same epoch.
             self._rng_of_epoch = torch.load(file, weights_only=True)
         self._before_epoch_end = None

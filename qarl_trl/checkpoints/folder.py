@@ -14,6 +14,9 @@ from ..export.files import LOW_BIT_FOLDER, apply_umask, flush
 
 
 MANIFEST = "manifest.json"
+# Its entry that says whether a checkpoint is of the last update of an epoch or of the run, saved before the end of its
+# epoch.
+MISSES_EPOCH_END = "misses_epoch_end"
 # Folder in which a checkpoint is written. Uploads of the output folder skip names that begin with an underscore.
 INCOMING = "_incoming"
 # Folder of a checkpoint that another of the same step is just replacing. A failed save does not delete it.

@@ -13,9 +13,9 @@ from accelerate.logging import get_logger
 
 from ..guards import on_first
 from .changes import Change, changes, refuses
-from .data_order import MISSES_EPOCH_END
 from .folder import (
     INCOMING,
+    MISSES_EPOCH_END,
     REPLACED,
     checkpoint_folders,
     copy_files_of_user,
@@ -284,8 +284,8 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
         _check_commit(checkpoint, stored, identity)
         return
     # Earlier versions had the number among the settings.
-    if name == PACKERS and name not in stored:
-        stored = {**stored, name: stored.get(SETTINGS, {}).get("dataset_num_proc") or 1}
+    if name == PACKERS and name not in stored and "dataset_num_proc" in stored.get(SETTINGS, {}):
+        stored = {**stored, name: stored[SETTINGS]["dataset_num_proc"] or 1}
     if name in _READERS and stored.get(name, value) != value:
         reader, does = _READERS[name]
         raise ValueError(
@@ -320,7 +320,10 @@ def _has_layers_in_routers(checkpoint: str) -> bool:
     config = Path(checkpoint) / "config.json"
     if not config.exists():
         return False
-    return json.loads(config.read_text()).get("model_type", "").startswith(("gemma4", "zaya"))
+    content = json.loads(config.read_text())
+    # Gemma-4 has dense models, too.
+    text = content.get("text_config", content)
+    return content.get("model_type", "").startswith(("gemma4", "zaya")) and text.get("enable_moe_block", True)
 
 
 def _has_digest_without_settings(stored: Mapping[str, Any]) -> bool:

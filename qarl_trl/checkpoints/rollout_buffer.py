@@ -133,16 +133,20 @@ class RolloutBuffer:
         """Sample a new rollout batch next, after a weight sync."""
         if self.exists:
             self.load(0, self.step_of_sampling, None)
-            # Their place of IW-OPD (`trl.experimental`, TRL 1.16).
-            if hasattr(self._trainer, "_buffer_step"):
-                self._trainer._buffer_step = 0
             self.force_sync()
+            self._forget_of_experimental_trainers()
 
     def force_sync(self) -> None:
         """Make TRL sync the engine before it samples again, even within the same optimizer step."""
         # Trainers without an engine do not have it.
         if hasattr(self._trainer, "_last_loaded_step"):
             self._trainer._last_loaded_step = -1
-        # That of GOLD and IW-OPD (`trl.experimental`, TRL 1.16), which sync again so many steps after it.
+
+    def _forget_of_experimental_trainers(self) -> None:
+        """The same for the names of trainers in `trl.experimental` (TRL 1.16), which sample in no evaluation."""
+        # GOLD syncs again so many steps after it.
         if hasattr(self._trainer, "_last_vllm_sync_step"):
             self._trainer._last_vllm_sync_step = -max(1, self._trainer.vllm_sync_frequency)
+        # IW-OPD's place in its rollout batch.
+        if hasattr(self._trainer, "_buffer_step"):
+            self._trainer._buffer_step = 0

@@ -25,8 +25,8 @@ from ..quant.layers.experts import expert_modules
 from ..quant.names import file_conversions, is_peft_model
 from ..quant.store import LowBitStore
 from .changes import KEPT_BY_OPTIMIZER, READ_IN_TRAIN, changes, compared_settings, rows_per_update
-from .data_order import MISSES_EPOCH_END, DataOrderMixin, EpochWatch
-from .folder import INCOMING, commit, read_manifest, rotate
+from .data_order import DataOrderMixin, EpochWatch
+from .folder import INCOMING, MISSES_EPOCH_END, commit, read_manifest, rotate
 from .identity import SETTINGS
 from .lock import holding
 from .model import ModelMixin
@@ -127,7 +127,6 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             # A second call of one trainer goes on from its weights, and replaces its own checkpoints.
             if not self._owns_checkpoints:
                 check_start(checkpoint, self.args)
-            self._owns_checkpoints = True
             self._resumed = checkpoint is not None
             self._identity[SETTINGS] |= self._settings_that_count(self._resumed)
 
@@ -162,6 +161,7 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             except BaseException:
                 self._end_failed_call()
                 raise
+            self._owns_checkpoints = True
 
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")
@@ -294,6 +294,8 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
 
             if self.args.should_save:
                 commit(incoming / name, output_dir / name, **facts)
+            # Not before: a resume that is refused leaves them those of another trainer.
+            self._owns_checkpoints = True
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(incoming, ignore_errors=True)

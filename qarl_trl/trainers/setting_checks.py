@@ -197,7 +197,7 @@ def check_fit(args: Any) -> None:
 
 def check_compiled(args: Any) -> None:
     """Refuse (`ValueError`) to compile low-bit layers where TorchDynamo fails, which it does at the first step."""
-    # A learner in bfloat16 runs the forwards of transformers.
+    # A learner in bfloat16 ran: its layers remember nothing.
     if not args.compiles or not args.quantize_learner:
         return
     if any(config.__name__ in NOT_COMPILED for config in type(args).__mro__):

@@ -49,8 +49,7 @@ def _check_evaluations(trainer_arguments: TrainerArguments, args: RunSettings) -
     those without the columns that a trainer with rewards or a distillation reads.
     """
     # Trainers that sample look at the rows only when they evaluate. The others prepare them at once.
-    evaluates = args.eval_strategy != "no" or args.eval_on_start
-    if prompts_per_rollout(args) is not None and not evaluates:
+    if prompts_per_rollout(args) is not None and args.eval_strategy == "no" and not args.eval_on_start:
         return
 
     data = trainer_arguments.get("eval_dataset")

@@ -145,7 +145,9 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
                 continue
             short_of_room += 1
             # vLLM's server refuses all prompts of such a request (0.31, `_token_len_check` of `renderers/params.py`).
-            if uses_server(args):
+            # Without a length of the recipe's its context may be another than is known here.
+            limits = args.generation_kwargs or {}
+            if uses_server(args) and args.vllm_max_model_length is not None and "max_tokens" not in limits:
                 raise ValueError(
                     f"{title}[{row}]: the prompt has {length} tokens, which leaves less than max_completion_length="
                     f"{args.max_completion_length} of the server's context of {context}, and a server refuses that. "

@@ -56,6 +56,8 @@ class ServerClient(VLLMClient):
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
         self._failure: Exception | None = None
+        # Whether TRL has sent images for the next `generate`.
+        self._has_images = False
         # Last, because TRL's constructor calls `check_server`, which reads the folder's key.
         super().__init__(**kwargs)
 
@@ -271,33 +273,36 @@ class ServerClient(VLLMClient):
             TRL's answer; one without completions after an error.
         """
         try:
-            # One of the images before.
-            if self._failure is not None:
-                raise self._failure
+            if self._has_images:
+                raise ValueError("vllm_mode='server' takes text only, got images in a prompt. Use 'colocate'.")
             self.require_synced()
             answer = super().generate(*args, **kwargs)
             # Again: another run may have synced to the server meanwhile.
             self.require_synced()
+            # Whoever asks again got an answer.
+            self._failure = None
             return answer
         except Exception as error:
             self._failure = error
             return {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
+        finally:
+            self._has_images = False
 
     def image_features(self, images: list[list[Any] | None], *args: Any, **kwargs: Any) -> list[None]:
         """
         TRL's method, for images within messages and those that a tool returns. A low-bit server takes none, which
-        [`raise_failure`] says.
+        [`raise_failure`] says after the next `generate`.
 
         Args:
             images: The images of each prompt.
             args: TRL's other arguments.
             kwargs: TRL's other arguments.
         """
-        self._failure = ValueError("vllm_mode='server' takes text only, got images in a prompt. Use 'colocate'.")
+        self._has_images = True
         return [None] * len(images)
 
     def raise_failure(self) -> None:
-        """Raise the error of the last `generate` or `image_features`, if there was one."""
+        """Raise the error of the last `generate`, if there was one."""
         failure = self._failure
         self._failure = None
         if failure is not None:
