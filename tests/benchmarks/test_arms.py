@@ -211,9 +211,16 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     rounded_tbpo = points["the same, TBPO"]
     deployed_tbpo = points["QaRL TBPO rounded less rollout-only TBPO by GPTQ"]
 
+    slow = points_of(arms_table.portable_differences("long_stale_slow"))
+    # Of it "worse" and "below" are said, without the sign.
+    name = "QaRL GRPO rounded less rollout-only GRPO by GPTQ"
+    assert slow[name].startswith("-")
+    at_lower_rate = slow[name].removeprefix("-")
+
     sentences = {
-        "README.md": f"it is open: QaRL was {deployed} points better",
+        "README.md": f"{deployed} points better where training lost, and {at_lower_rate} worse at a lower rate",
         "docs/results.md": f"as trained, ended {deployed} points above rollout-only GRPO with GPTQ (eight pairs)",
+        "dev/log.md": f"it is the other way round ({slow[name]}, eight pairs",
         "docs/which_learner.md": (
             f"(by GRPO {rounded} points, by TBPO {rounded_tbpo}). With GPTQ for rollout-only it is open: "
             f"{deployed} by GRPO, {deployed_tbpo} by TBPO"
@@ -221,6 +228,11 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     }
     for page, sentence in sentences.items():
         assert sentence in (ROOT / page).read_text()
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert f"where training gains, it ended {at_lower_rate} below (eight pairs)" in results
+    assert f"without TIS is {slow['the same, without TIS']} below QaRL GRPO" in results
+    learners = (ROOT / "docs" / "which_learner.md").read_text()
+    assert f"where training gains, QaRL GRPO ended {at_lower_rate} below" in learners
 
     # "Both below the untrained start with GPTQ", and "no arm is above that, except bf16 GRPO, by 0.8".
     start = json.loads((arms.FOLDER / "long_before.json").read_text())["scores"]["gptq"]
