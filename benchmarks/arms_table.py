@@ -29,42 +29,42 @@ DEPLOYED_REGIMES = ("long", "long_stale", "long_stale_slow", "hot_portable", "st
 USERS_REGIMES = {"hard": "hard", "hot_portable": "hot"}
 # Of the portable regimes: from, to, and how each is scored. All by transformers in float32, from the trained weights.
 COMPARED = (
-    ("QaRL less rollout-only, GRPO", ("rollout-only GRPO", "rounded"), ("QaRL GRPO", "rounded")),
+    ("QaRL minus rollout-only, GRPO", ("rollout-only GRPO", "rounded"), ("QaRL GRPO", "rounded")),
     ("the same, without TIS", ("rollout-only GRPO without TIS", "rounded"), ("QaRL GRPO", "rounded")),
     ("the same, TBPO", ("rollout-only TBPO", "rounded"), ("QaRL TBPO", "rounded")),
     ("the same, TBPO without weight", ("rollout-only TBPO without weight", "rounded"), ("QaRL TBPO", "rounded")),
     ("both by GPTQ, GRPO", ("rollout-only GRPO", "gptq"), ("QaRL GRPO", "gptq")),
     ("both by GPTQ, GRPO without TIS", ("rollout-only GRPO without TIS", "gptq"), ("QaRL GRPO", "gptq")),
     ("both by GPTQ, TBPO", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "gptq")),
-    ("QaRL GRPO rounded less bf16 GRPO rounded", ("bf16 GRPO", "rounded"), ("QaRL GRPO", "rounded")),
-    ("QaRL GRPO rounded less bf16 GRPO by GPTQ", ("bf16 GRPO", "gptq"), ("QaRL GRPO", "rounded")),
+    ("QaRL GRPO rounded minus bf16 GRPO rounded", ("bf16 GRPO", "rounded"), ("QaRL GRPO", "rounded")),
+    ("QaRL GRPO rounded minus bf16 GRPO by GPTQ", ("bf16 GRPO", "gptq"), ("QaRL GRPO", "rounded")),
     # Added when two seeds were run: the row of the real model that decides what to deploy.
-    ("QaRL GRPO rounded less rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL GRPO", "rounded")),
-    ("QaRL TBPO rounded less rollout-only TBPO by GPTQ", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "rounded")),
-    ("QaRL TBPO less GSPO", ("QaRL GSPO", "rounded"), ("QaRL TBPO", "rounded")),
+    ("QaRL GRPO rounded minus rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL GRPO", "rounded")),
+    ("QaRL TBPO rounded minus rollout-only TBPO by GPTQ", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "rounded")),
+    ("QaRL TBPO minus GSPO", ("QaRL GSPO", "rounded"), ("QaRL TBPO", "rounded")),
 )
 # Of the start of `long` after its distillation: from, to, each with its regime.
 DISTILLED = "long_distilled"
 COMPARED_DISTILLED = (
-    ("QaRL rounded less bf16 by GPTQ", (DISTILLED, "bf16 GRPO", "gptq"), (DISTILLED, "QaRL GRPO", "rounded")),
-    ("QaRL rounded less bf16 distilled", (DISTILLED, "bf16 GRPO", "distilled"), (DISTILLED, "QaRL GRPO", "rounded")),
+    ("QaRL rounded minus bf16 by GPTQ", (DISTILLED, "bf16 GRPO", "gptq"), (DISTILLED, "QaRL GRPO", "rounded")),
+    ("QaRL rounded minus bf16 distilled", (DISTILLED, "bf16 GRPO", "distilled"), (DISTILLED, "QaRL GRPO", "rounded")),
     (
-        "QaRL less rollout-only, both rounded",
+        "QaRL minus rollout-only, both rounded",
         (DISTILLED, "rollout-only GRPO", "rounded"),
         (DISTILLED, "QaRL GRPO", "rounded"),
     ),
     (
-        "QaRL rounded less rollout-only by GPTQ",
+        "QaRL rounded minus rollout-only by GPTQ",
         (DISTILLED, "rollout-only GRPO", "gptq"),
         (DISTILLED, "QaRL GRPO", "rounded"),
     ),
     (
-        "QaRL rounded less rollout-only distilled",
+        "QaRL rounded minus rollout-only distilled",
         (DISTILLED, "rollout-only GRPO", "distilled"),
         (DISTILLED, "QaRL GRPO", "rounded"),
     ),
     (
-        "QaRL rounded, this start less that of *long*",
+        "QaRL rounded, this start minus that of *long*",
         ("long", "QaRL GRPO", "rounded"),
         (DISTILLED, "QaRL GRPO", "rounded"),
     ),

@@ -131,7 +131,7 @@ def estimated_memory() -> dict[str, float]:
 
 def pairs_picture() -> Figure:
     """
-    QaRL less rollout-only, a dot for each pair of equal loss, seed and start: its error is that of the problems. Bars
+    QaRL minus rollout-only, a dot for each pair of equal loss, seed and start: its error is that of the problems. Bars
     are means, with their standard error over problems and pairs.
     """
     figure = Figure(figsize=(10, 5.6), layout="constrained")

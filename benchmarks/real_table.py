@@ -73,16 +73,16 @@ DISTILLED = {
 }
 # What a user decides, over all regimes: contrast, then learner and model before and after the change.
 CHOICES = (
-    ("rollout-only less bf16 rollouts, in bfloat16", ("bf16", "masters"), ("rollout-only", "masters")),
-    ("rollout-only less bf16 rollouts, both by GPTQ", ("bf16", "gptq"), ("rollout-only", "gptq")),
-    ("QaRL less rollout-only, rounded", ("rollout-only", "low_bit"), ("QaRL", "low_bit")),
-    ("QaRL less rollout-only, both by GPTQ", ("rollout-only", "gptq"), ("QaRL", "gptq")),
-    ("QaRL less rollout-only, both in bfloat16", ("rollout-only", "masters"), ("QaRL", "masters")),
-    ("QaRL rounded less rollout-only by GPTQ", ("rollout-only", "gptq"), ("QaRL", "low_bit")),
-    ("QaRL rounded less bf16 rollouts by GPTQ", ("bf16", "gptq"), ("QaRL", "low_bit")),
-    ("GPTQ less rounding, bf16 rollouts", ("bf16", "low_bit"), ("bf16", "gptq")),
-    ("GPTQ less rounding, rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
-    ("GPTQ less rounding, QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
+    ("rollout-only minus bf16 rollouts, in bfloat16", ("bf16", "masters"), ("rollout-only", "masters")),
+    ("rollout-only minus bf16 rollouts, both by GPTQ", ("bf16", "gptq"), ("rollout-only", "gptq")),
+    ("QaRL minus rollout-only, rounded", ("rollout-only", "low_bit"), ("QaRL", "low_bit")),
+    ("QaRL minus rollout-only, both by GPTQ", ("rollout-only", "gptq"), ("QaRL", "gptq")),
+    ("QaRL minus rollout-only, both in bfloat16", ("rollout-only", "masters"), ("QaRL", "masters")),
+    ("QaRL rounded minus rollout-only by GPTQ", ("rollout-only", "gptq"), ("QaRL", "low_bit")),
+    ("QaRL rounded minus bf16 rollouts by GPTQ", ("bf16", "gptq"), ("QaRL", "low_bit")),
+    ("GPTQ minus rounding, bf16 rollouts", ("bf16", "low_bit"), ("bf16", "gptq")),
+    ("GPTQ minus rounding, rollout-only", ("rollout-only", "low_bit"), ("rollout-only", "gptq")),
+    ("GPTQ minus rounding, QaRL", ("QaRL", "low_bit"), ("QaRL", "gptq")),
 )
 # Those whose start was not distilled: distilled master weights are made to be rounded, so GPTQ and bfloat16 mean
 # another thing of them.
@@ -100,9 +100,9 @@ INSTEAD = (
 )
 # Of those, what the users' table of choices has.
 CHOICES_DISTILLED = (
-    ("QaRL from a distilled start less rollout-only from it", ("distilled", "rollout-only GRPO", "low_bit")),
-    ("QaRL from a distilled start less rollout-only by GPTQ", ("undistilled", "rollout-only GRPO", "gptq")),
-    ("QaRL from a distilled start less bf16 rollouts by GPTQ", ("undistilled", "bf16 GRPO", "gptq")),
+    ("QaRL from a distilled start minus rollout-only from it", ("distilled", "rollout-only GRPO", "low_bit")),
+    ("QaRL from a distilled start minus rollout-only by GPTQ", ("undistilled", "rollout-only GRPO", "gptq")),
+    ("QaRL from a distilled start minus bf16 rollouts by GPTQ", ("undistilled", "bf16 GRPO", "gptq")),
 )
 LOSSES = ("GRPO", "TBPO")
 SEEDS = range(100)
@@ -568,7 +568,7 @@ def recovered_table() -> str:
     for cell in distilled:
         sampled = gain_of_distillation(undistilled, cell, greedy=False)
         greedy = gain_of_distillation(undistilled, cell, greedy=True)
-        rows.append(["distilled less rounded, by problem", sampled, greedy])
+        rows.append(["distilled minus rounded, by problem", sampled, greedy])
     return markdown(["4-bit start", "4 samples, %", "greedy, %"], rows)
 
 
@@ -579,7 +579,7 @@ def gain_of_distillation(before: Cell, after: Cell, greedy: bool) -> str:
 
 
 def instead_table() -> str:
-    """`RECOVERED` less each of `INSTEAD`, by seed, and the mean of three and more seeds."""
+    """`RECOVERED` minus each of `INSTEAD`, by seed, and the mean of three and more seeds."""
     rows = []
     for words, other in INSTEAD:
         pairs = seeds_of_both(other)

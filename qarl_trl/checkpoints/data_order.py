@@ -54,6 +54,7 @@ class DataOrderMixin:
     Trainer.
 
     Attributes:
+        _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _latest_sampler: The sampler of the training set that was made last.
         _sampler: The one that the run trains from: callbacks may ask for a loader of their own later.
         _rng_of_epoch: torch's random state at the beginning of the current epoch; `None` before the first one.
@@ -61,6 +62,7 @@ class DataOrderMixin:
         _before_epoch_end: The checkpoint that the run resumes from, while the end of its epoch is still to come.
     """
 
+    _owns_checkpoints = False
     _latest_sampler: Any = None
     _sampler: Any = None
     _rng_of_epoch: torch.Tensor | None = None
@@ -110,6 +112,8 @@ class DataOrderMixin:
             sampler.generator.manual_seed(sampler.seed)
             for _ in range(epoch):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
+        # Not before: a resume that was refused leaves them those of another trainer.
+        self._owns_checkpoints = True
         super()._run_epoch(epoch=epoch, **kwargs)
 
     def _end_epoch_of_checkpoint(self, trial: Any, start_time: float, ignore_keys_for_eval: Any = None) -> None:

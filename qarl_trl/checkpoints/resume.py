@@ -323,7 +323,7 @@ def _has_layers_in_routers(checkpoint: str) -> bool:
     content = json.loads(config.read_text())
     # Gemma-4 has dense models, too.
     text = content.get("text_config", content)
-    return content.get("model_type", "").startswith(("gemma4", "zaya")) and text.get("enable_moe_block", True)
+    return content.get("model_type") in ("gemma4", "gemma4_text", "zaya") and text.get("enable_moe_block", True)
 
 
 def _has_digest_without_settings(stored: Mapping[str, Any]) -> bool:

@@ -65,7 +65,6 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
 
     Attributes:
         _identity: The facts that identify the run in its manifests.
-        _owns_checkpoints: Whether the checkpoints in `output_dir` are of this trainer, so that it may replace them.
         _made: What the optimizer began with, from [`made_fact`]; `None` before there is one.
         _made_with: The settings of the run at that time.
         _optimizer_of_trainer: The optimizer that the trainer made by its settings; `None` if a script gave one.
@@ -73,7 +72,6 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
     """
 
     _identity: dict[str, Any]
-    _owns_checkpoints = False
     _made: list[dict[str, str]] | None = None
     _made_with: Mapping[str, Any] = {}
     _optimizer_of_trainer: Any = None
@@ -294,8 +292,6 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
 
             if self.args.should_save:
                 commit(incoming / name, output_dir / name, **facts)
-            # Not before: a resume that is refused leaves them those of another trainer.
-            self._owns_checkpoints = True
         except (OSError, RuntimeError, SafetensorError) as error:
             if self.args.should_save:
                 shutil.rmtree(incoming, ignore_errors=True)

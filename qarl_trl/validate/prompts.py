@@ -116,6 +116,9 @@ def _context(config: PretrainedConfig, args: RunSettings) -> int | None:
 
 def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, args: RunSettings, tools: Any) -> None:
     """Refuse (`ValueError`) the first bad prompt of a data set; warn of those that leave little room for an answer."""
+    # What a request asks for.
+    limits = getattr(args, "generation_kwargs", None) or {}
+    answer = limits.get("max_tokens") or args.max_completion_length or 0
     short_of_room = 0
     beyond_pass = 0
     # Not every trainer packs.
@@ -141,16 +144,15 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
                     f"{title}[{row}]: the prompt has {length} tokens, and the engine's context is {context} with the "
                     "answer. Leave such rows out, or raise vllm_max_model_length."
                 )
-            if length + (args.max_completion_length or 0) <= context:
+            if length + answer <= context:
                 continue
             short_of_room += 1
             # vLLM's server refuses all prompts of such a request (0.31, `_token_len_check` of `renderers/params.py`).
             # Without a length of the recipe's its context may be another than is known here.
-            limits = args.generation_kwargs or {}
-            if uses_server(args) and args.vllm_max_model_length is not None and "max_tokens" not in limits:
+            if uses_server(args) and args.vllm_max_model_length is not None:
                 raise ValueError(
-                    f"{title}[{row}]: the prompt has {length} tokens, which leaves less than max_completion_length="
-                    f"{args.max_completion_length} of the server's context of {context}, and a server refuses that. "
+                    f"{title}[{row}]: the prompt has {length} tokens, which leaves less than the longest answer's "
+                    f"{answer} of the server's context of {context}, and a server refuses that. "
                     "Leave such rows out, or raise vllm_max_model_length, also for the server."
                 )
 

@@ -206,19 +206,19 @@ def points_of(table):
 
 def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     points = points_of(arms_table.portable_differences("long"))
-    rounded = points["QaRL less rollout-only, GRPO"]
-    deployed = points["QaRL GRPO rounded less rollout-only GRPO by GPTQ"]
+    rounded = points["QaRL minus rollout-only, GRPO"]
+    deployed = points["QaRL GRPO rounded minus rollout-only GRPO by GPTQ"]
     rounded_tbpo = points["the same, TBPO"]
-    deployed_tbpo = points["QaRL TBPO rounded less rollout-only TBPO by GPTQ"]
+    deployed_tbpo = points["QaRL TBPO rounded minus rollout-only TBPO by GPTQ"]
 
     slow = points_of(arms_table.portable_differences("long_stale_slow"))
     # Of it "worse" and "below" are said, without the sign.
-    name = "QaRL GRPO rounded less rollout-only GRPO by GPTQ"
+    name = "QaRL GRPO rounded minus rollout-only GRPO by GPTQ"
     assert slow[name].startswith("-")
     at_lower_rate = slow[name].removeprefix("-")
 
     sentences = {
-        "README.md": f"{deployed} points better where training lost, and {at_lower_rate} worse at a lower rate",
+        "README.md": f"{deployed} points better where training lost, and {at_lower_rate} worse at a lower learning",
         "docs/results.md": f"as trained, ended {deployed} points above rollout-only GRPO with GPTQ (eight pairs)",
         "dev/log.md": f"it is the other way round ({slow[name]}, eight pairs",
         "docs/which_learner.md": (
@@ -254,7 +254,9 @@ def test_figures_of_the_hot_toy_in_sentences_are_those_of_its_cells():
     runs = sum(len(cells[arm]) for arm in rollout_only)
 
     text = (ROOT / "docs" / "results.md").read_text()
-    assert f"of {sum(collapsed.values())} of {runs} rollout-only runs collapsed, and of no other run" in text
+    assert (
+        f"of {sum(collapsed.values())} of {runs} rollout-only runs (four arms) collapsed, and of no other run" in text
+    )
     assert [arm for arm in cells if collapsed[arm] and arm not in rollout_only] == []
 
     # "Every arm, bf16 GRPO too, ends below the start in bfloat16 (87)", whichever way it is deployed.
@@ -268,14 +270,14 @@ def test_figures_of_the_hot_toy_in_sentences_are_those_of_its_cells():
 
 def test_figures_of_the_stale_toy_in_sentences_are_those_of_its_pairs():
     table = arms_table.portable_differences("stale_portable")
-    # Its first four rows are QaRL less rollout-only, rounded.
+    # Its first four rows are QaRL minus rollout-only, rounded.
     rounded = table.splitlines()[2:6]
     above = sum(int(row.split("|")[4].split()[0]) for row in rounded)
-    deployed = points_of(table)["QaRL GRPO rounded less rollout-only GRPO by GPTQ"]
+    deployed = points_of(table)["QaRL GRPO rounded minus rollout-only GRPO by GPTQ"]
 
     text = (ROOT / "docs" / "results.md").read_text()
     assert f"above rollout-only in {above} of 32 pairs, rounded" in text
-    assert f"with GPTQ it was {deployed}, above 0 in four of eight pairs" in text
+    assert f"over rollout-only GRPO with GPTQ was {deployed}, above 0 in four of eight pairs" in text
 
 
 def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
@@ -296,8 +298,8 @@ def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
     points = points_of(arms_table.differences(arms_table.COMPARED_DISTILLED))
     cells = arms_table.read("long_distilled", "QaRL GRPO")
     mean, _ = arms_table.deployed_accuracy(cells, "rounded", "{:.1f}").split(" ± ")
-    above_bf16 = f"{points['QaRL rounded less bf16 by GPTQ']} points above bf16 GRPO by GPTQ"
-    above_rollout_only = f"{points['QaRL less rollout-only, both rounded']} above rollout-only GRPO"
+    above_bf16 = f"{points['QaRL rounded minus bf16 by GPTQ']} points above bf16 GRPO by GPTQ"
+    above_rollout_only = f"{points['QaRL minus rollout-only, both rounded']} above rollout-only GRPO"
     assert f"QaRL GRPO ended at {mean} % rounded, {above_bf16} and {above_rollout_only}, also rounded" in text
     for arm in arms.DISTILLED_ARMS:
         for way in ("rounded", "gptq", "distilled"):

@@ -74,11 +74,11 @@ def points_by_row(table: str, column: int) -> dict[str, str]:
 def test_the_advice_has_the_figures_of_its_pairs():
     """What the pages for users say, of the rows that hold it."""
     points = points_by_row(real_table.choices_table(), 1)
-    gptq = points["GPTQ less rounding, bf16 rollouts"]
-    of_rollout_only = points["rollout-only less bf16 rollouts, both by GPTQ"]
-    as_trained = points["QaRL rounded less rollout-only by GPTQ"]
-    rounded = points["QaRL less rollout-only, rounded"]
-    from_distilled = points["QaRL from a distilled start less rollout-only by GPTQ"]
+    gptq = points["GPTQ minus rounding, bf16 rollouts"]
+    of_rollout_only = points["rollout-only minus bf16 rollouts, both by GPTQ"]
+    as_trained = points["QaRL rounded minus rollout-only by GPTQ"]
+    rounded = points["QaRL minus rollout-only, rounded"]
+    from_distilled = points["QaRL from a distilled start minus rollout-only by GPTQ"]
     of_a_start = points_by_row(real_table.differences_table("undistilled"), 5)["the engine's weights, both by GPTQ"]
 
     sentences = {
@@ -103,7 +103,7 @@ def test_three_equal_pairs_of_the_advice_are_those_of_tbpo():
     first, second, third = [f"{pair.mean:+.1f}" for pair in pairs if (pair.regime, pair.loss) == ("g64", "TBPO")]
 
     text = (ROOT / "docs" / "results.md").read_text()
-    assert f"Three equal pairs gave {first}, {second} and {third} points" in text
+    assert f"Three pairs that differ in the seed alone gave {first}, {second} and {third} points" in text
 
 
 def test_figures_in_sentences_are_those_of_the_cells():

@@ -279,11 +279,10 @@ class ServerClient(VLLMClient):
             answer = super().generate(*args, **kwargs)
             # Again: another run may have synced to the server meanwhile.
             self.require_synced()
-            # Whoever asks again got an answer.
-            self._failure = None
             return answer
         except Exception as error:
-            self._failure = error
+            # The first one. A later answer does not make up for it: whoever asked may have taken no answer for one.
+            self._failure = self._failure or error
             return {"prompt_ids": [], "completion_ids": [], "logprobs": None, "logprob_token_ids": None}
         finally:
             self._has_images = False
@@ -305,6 +304,7 @@ class ServerClient(VLLMClient):
         """Raise the error of the last `generate`, if there was one."""
         failure = self._failure
         self._failure = None
+        self._has_images = False
         if failure is not None:
             raise failure
 

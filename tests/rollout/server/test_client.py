@@ -261,7 +261,7 @@ def test_no_completion_of_other_weights_is_returned(before, after, words):
 
 
 def test_images_are_refused_when_all_processes_have_their_answers():
-    answers = {"/qarl_state": states_in_turn(["mine"], ["mine"], ["mine"]), "/v1/completions": COMPLETION}
+    answers = {"/qarl_state": states_in_turn(["mine"], ["mine"]), "/v1/completions": COMPLETION}
 
     with client_of(answers) as client:
         client.version = "mine"
@@ -271,12 +271,21 @@ def test_images_are_refused_when_all_processes_have_their_answers():
         with pytest.raises(ValueError, match="takes text only, got images in a prompt"):
             client.raise_failure()
 
-        # Control: text, whose answer forgets what went wrong before it.
-        client.version = "other"
-        client.generate([[1, 2]], n=1)
-        client.version = "mine"
+        # Control: text.
         assert client.generate([[1, 2]], n=1)["completion_ids"] == [[3]]
         client.raise_failure()  # there is none
+
+
+def test_a_later_answer_does_not_make_up_for_an_error():
+    """A `rollout_func` may take no completions for an answer, and ask for the next turn."""
+    answers = {"/qarl_state": states_in_turn(["old"], ["mine"], ["mine"]), "/v1/completions": COMPLETION}
+
+    with client_of(answers) as client:
+        client.version = "mine"
+        assert client.generate([[1, 2]], n=1)["completion_ids"] == []
+        assert client.generate([[1, 2]], n=1)["completion_ids"] == [[3]]
+        with pytest.raises(RuntimeError, match="must hold version 'mine'"):
+            client.raise_failure()
 
 
 def test_a_server_that_dies_is_asked_once():
