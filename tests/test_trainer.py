@@ -23,7 +23,7 @@ from qarl_trl.quant.gemms import gemm
 from qarl_trl.quant.quantize import quantize_weight
 from qarl_trl.train import train as train_by_command
 from qarl_trl.trainers.forwards import ForwardGuard
-from qarl_trl.trainers.loading import load_whole
+from qarl_trl.trainers.loading import load_stored, load_whole
 
 
 def test_a_run_that_ends_without_an_update_is_an_error(dense_model, tmp_path):
@@ -76,6 +76,10 @@ def test_a_reward_model_may_get_a_new_head(dense_model, tmp_path):
     model = load_whole(args, dense_model, AutoModelForSequenceClassification, num_labels=1)
 
     assert model.score.weight.shape[0] == 1
+
+    # What loads stored tensors knows no head that none of them has.
+    with pytest.raises(ValueError, match="A reward model must start from a checkpoint in high precision with lora_b"):
+        load_stored(dense_model, AutoModelForSequenceClassification, num_labels=1)
 
 
 class NoisyRollouts(QaRLTrainer):

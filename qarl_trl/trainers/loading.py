@@ -13,6 +13,7 @@ from trl.trainer.utils import create_model_from_path
 from .. import guards
 from ..quant.names import base_model
 from ..quant.samples import sample
+from ..quant.start import load_master_weights
 
 
 logger = get_logger(__name__)
@@ -48,6 +49,26 @@ def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.M
     # Under FSDP only the first process of a machine reads weights.
     guards.on_first(args, check)
     return model
+
+
+def load_stored(name: str, *architecture: Any, **loading: Any) -> nn.Module:
+    """
+    Load master weights or a frozen base from a checkpoint's tensors, in place of TRL's loader.
+
+    Args:
+        name: Folder or Hub id of the model.
+        architecture: The class, which TRL names for a reward model.
+        loading: Arguments of [`~qarl_trl.quant.start.load_master_weights`].
+
+    Raises:
+        ValueError: for a reward model, whose head no checkpoint has.
+    """
+    if architecture:
+        raise ValueError(
+            "A reward model must start from a checkpoint in high precision with lora_base='merged': its head is new, "
+            f"and a loader of stored tensors has none for it, got {name}."
+        )
+    return load_master_weights(name, **loading)
 
 
 def warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:

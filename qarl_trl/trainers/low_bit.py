@@ -35,7 +35,6 @@ from ..quant.digest import with_low_bits
 from ..quant.layers.layer import forget_training, outside_training
 from ..quant.names import base_model
 from ..quant.source import QuantizedSource
-from ..quant.start import load_master_weights
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
@@ -44,7 +43,7 @@ from ..validate.rollouts import shares_engine
 from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
 from .forwards import ForwardGuard, ForwardsMixin, Trust, callback_of_user
-from .loading import anchor_model, load_whole, warn_of_another_reference, warn_of_rounded_weights
+from .loading import anchor_model, load_stored, load_whole, warn_of_another_reference, warn_of_rounded_weights
 from .policy import quantize_policy
 from .sampling import check_end_tokens, say_inherited
 from .setting_checks import check_order
@@ -184,9 +183,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
 
         # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         freeze = self._plan if args.frozen else None
-        return partial(
-            load_master_weights, freeze=freeze, gemm=gemm_choice(args.learner_kernel, args.quant_keep_matrices)
-        )
+        return partial(load_stored, freeze=freeze, gemm=gemm_choice(args.learner_kernel, args.quant_keep_matrices))
 
     def _flips(self) -> dict[str, float]:
         if self.low_bit_store is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate.logging import get_logger
 from torch import nn
 from transformers import GenerationConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-from transformers.utils import is_bitsandbytes_available
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from .._compat.versions import check_versions
@@ -29,12 +29,24 @@ from .types import RunSettings, TrainerArguments
 
 logger = get_logger(__name__)
 
-# Optimizers of bitsandbytes begin with these.
-BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb", "ademamix", "lion_", "paged_", "rmsprop_bnb")
+# How transformers' names of optimizers begin that are of other packages (`trainer_optimizer.py`, 5.17), with the module
+# of the package and its name for pip.
+PACKAGES_OF_OPTIMIZERS = (
+    (("adamw_8bit", "adamw_bnb", "ademamix", "lion_", "paged_", "rmsprop_bnb"), "bitsandbytes", "bitsandbytes"),
+    (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
+    (("galore_",), "galore_torch", "galore-torch"),
+    (("apollo_",), "apollo_torch", "apollo-torch"),
+    (("lomo", "adalomo"), "lomo_optim", "lomo-optim"),
+    (("grokadamw",), "grokadamw", "grokadamw"),
+    (("schedule_free_",), "schedulefree", "schedulefree"),
+    (("stable_adamw",), "optimi", "torch-optimi"),
+)
 # Trackers that transformers has, and does not list among the installed ones.
 NOT_LISTED = ("azure_ml", "comet_ml", "flyte")
 # Configs of TRL whose `beta` weighs a loss that has no reference model.
 WITHOUT_REFERENCE = ("CPOConfig", "ORPOConfig", "TPOConfig")
+# Columns that TRL's GRPO and RLOO keep with `remove_unused_columns` (1.16, `_set_signature_columns_if_needed`).
+COLUMNS_OF_PROMPTS = ("prompt", "image", "images")
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 # Arguments of sampling that are known by their names, and why they cannot be the user's: of a request to a server, and
@@ -61,7 +73,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
 
     Raises:
         TypeError: if `args` is no config with `LowBitConfig`, or `model` neither text nor a model.
-        ImportError: if bitsandbytes is missing, or peft has an untested version.
+        ImportError: if the optimizer's package is missing, or peft has an untested version.
         ValueError: for settings that do not work together, with this device, or with these processes, and for a model
             that nothing would train.
     """
@@ -81,6 +93,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     check_schedule(args, trainer_arguments)
     _check_trainable(model, trainer_arguments)
     _check_reward_weights(args, trainer_arguments)
+    _check_reward_columns(args, trainer_arguments)
     _check_synced_reference(model, args, trainer_arguments)
     _check_sampling_arguments(args)
     # A server's own command line refuses them at once, and has more of them.
@@ -178,10 +191,11 @@ def _check_not_compiled(model: str | nn.Module) -> None:
 
 
 def _check_optimizer(args: RunSettings) -> None:
-    """Refuse (`ImportError`) an optimizer of bitsandbytes where that is not installed."""
+    """Refuse (`ImportError`) an optimizer of a package that is not installed."""
     # transformers would say so when it builds the optimizer, after the model has loaded and the engine has started.
-    if args.optim.startswith(BITSANDBYTES_OPTIMIZERS) and not is_bitsandbytes_available():
-        raise ImportError(f"optim={args.optim.value} needs bitsandbytes: pip install bitsandbytes.")
+    for beginnings, module, package in PACKAGES_OF_OPTIMIZERS:
+        if args.optim.startswith(beginnings) and find_spec(module) is None:
+            raise ImportError(f"optim={args.optim.value} needs {package}: pip install {package}.")
 
 
 def _check_steps_between(args: RunSettings) -> None:
@@ -244,6 +258,29 @@ def _check_reward_weights(args: RunSettings, trainer_arguments: TrainerArguments
     number = len(rewards) if isinstance(rewards, list) else 1
     if len(weights) != number:
         raise ValueError(f"reward_weights must be one number for each of {number} reward_funcs, got {weights}.")
+
+
+def _check_reward_columns(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
+    """
+    Refuse (`ValueError`) to remove columns that a reward function reads. It fails after the first rollouts, or takes
+    its default.
+    """
+    rewards = trainer_arguments.get("reward_funcs")
+    if not args.remove_unused_columns or rewards is None:
+        return
+
+    columns = getattr(trainer_arguments.get("train_dataset"), "column_names", None) or ()
+    removed = set(columns) - set(COLUMNS_OF_PROMPTS)
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        # A reward model, or its name, reads the texts alone.
+        if isinstance(reward, str | nn.Module):
+            continue
+        read = sorted(removed & set(inspect.signature(reward).parameters))
+        if read:
+            raise ValueError(
+                f"remove_unused_columns must be False, got True: a reward function reads {read}, and TRL would keep "
+                f"{', '.join(COLUMNS_OF_PROMPTS)} alone."
+            )
 
 
 def _check_synced_reference(model: str | nn.Module, args: RunSettings, trainer_arguments: TrainerArguments) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+from accelerate.parallelism_config import ParallelismConfig
 from compressed_tensors.quantization import QuantizationConfig
 
 from .._compat.sharding import fsdp_settings, is_zero3
@@ -20,14 +22,15 @@ def check_placement(args: RunSettings) -> None:
         args: Settings of the run.
 
     Raises:
-        ValueError: for a process with several GPUs, for FSDP1, offloaded shards or FSDP2 on CPUs, and for schemes that
-            cannot be sharded.
+        ValueError: for a process with several GPUs, for a learner that is cut within layers, for FSDP1, offloaded
+            shards or FSDP2 on CPUs, and for schemes that cannot be sharded.
     """
     # By default TRL loads with device_map="auto", and the Trainer wraps the model in DataParallel. Both use all GPUs
     # that the process sees.
     if args.n_gpu > 1:
         raise ValueError(f"A process needs one GPU, got {args.n_gpu}: use accelerate launch or CUDA_VISIBLE_DEVICES.")
 
+    _check_parallelism(args)
     fsdp = fsdp_settings(args)
     zero3 = is_zero3(args)
 
@@ -45,6 +48,28 @@ def check_placement(args: RunSettings) -> None:
 
     if shards_parameters(args):
         check_sharded(args)
+
+
+def _check_parallelism(args: RunSettings) -> None:
+    """Refuse (`ValueError`) a learner whose layers, or whose rollouts' sequences, several processes share."""
+    parallelism = args.parallelism_config
+    # As `Accelerator.__init__` (accelerate 1.15) reads what its launcher was told.
+    if parallelism is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        parallelism = ParallelismConfig()
+
+    loading = args.model_init_kwargs or {}
+    is_cut = parallelism is not None and parallelism.tp_enabled
+    if is_cut or any(loading.get(name) for name in ("tp_plan", "tp_size", "distributed_config")):
+        raise ValueError(
+            "The learner must not be tensor-parallel: scales would be those of a part of a weight. Use FSDP2, and "
+            "vllm_tensor_parallel_size for the engine."
+        )
+    # TRL gives each process prompts of its own.
+    has_rollouts = hasattr(args, "num_generations")
+    if parallelism is not None and has_rollouts and (parallelism.cp_enabled or parallelism.sp_enabled):
+        raise ValueError(
+            "cp_size and sp_size must be 1 with rollouts: processes that share a sequence would sample different ones."
+        )
 
 
 def shards_parameters(args: RunSettings) -> bool:

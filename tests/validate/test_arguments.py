@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 from configs import config
+from datasets import Dataset
 from peft import LoraConfig, OFTConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import DPOConfig
@@ -12,6 +13,7 @@ from trl.experimental.cpo import CPOConfig
 from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, QaRLConfig, QaRLTrainer
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
+from qarl_trl.rewards import math_reward
 from qarl_trl.trainers import LowBitConfig
 from qarl_trl.validate import arguments, check_arguments
 
@@ -103,7 +105,9 @@ def test_numbers_that_the_optimizer_or_the_trainer_refuse_late_are_refused(tmp_p
 
 
 @pytest.mark.parametrize("optim", ["lomo", "adalomo"])
-def test_an_optimizer_that_steps_within_a_backward_needs_one_backward_a_step(tmp_path, optim):
+def test_an_optimizer_that_steps_within_a_backward_needs_one_backward_a_step(tmp_path, monkeypatch, optim):
+    # As where lomo-optim is installed.
+    monkeypatch.setattr(arguments, "find_spec", lambda module: object())
     with pytest.raises(ValueError, match=f"optim='{optim}' steps within each backward.* must be 1, got 2"):
         check_arguments("org/model", config(tmp_path, optim=optim, gradient_accumulation_steps=2), {})
 
@@ -234,17 +238,47 @@ def test_another_config_is_refused(tmp_path):
         check_arguments("no/such-model", {}, {})
 
 
-@pytest.mark.parametrize("name", ["paged_adamw_8bit", "lion_8bit", "ademamix", "rmsprop_bnb_32bit"])
-def test_an_optimizer_of_bitsandbytes_needs_it(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        ("paged_adamw_8bit", "bitsandbytes"),
+        ("lion_8bit", "bitsandbytes"),
+        ("ademamix", "bitsandbytes"),
+        ("rmsprop_bnb_32bit", "bitsandbytes"),
+        ("adamw_torch_8bit", "torchao"),
+        ("galore_adamw", "galore-torch"),
+        ("apollo_adamw", "apollo-torch"),
+        ("adalomo", "lomo-optim"),
+        ("schedule_free_adamw", "schedulefree"),
+        ("stable_adamw", "torch-optimi"),
+    ],
+)
+def test_an_optimizer_of_a_package_needs_it(tmp_path, monkeypatch, name, package):
     args = config(tmp_path, optim=name)
 
-    monkeypatch.setattr(arguments, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ImportError, match=f"optim={name} needs bitsandbytes: pip install bitsandbytes"):
+    monkeypatch.setattr(arguments, "find_spec", lambda module: None)
+    with pytest.raises(ImportError, match=f"optim={name} needs {package}: pip install {package}"):
         check_arguments("no/such-model", args, {})
     check_arguments("no/such-model", config(tmp_path), {})  # control
 
-    monkeypatch.setattr(arguments, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(arguments, "find_spec", lambda module: object())
     check_arguments("no/such-model", args, {})
+
+
+def test_columns_that_a_reward_reads_must_not_be_removed(tmp_path):
+    data = Dataset.from_dict({"prompt": ["1 + 1"], "answer": ["2"]})
+    removing = config(tmp_path, remove_unused_columns=True)
+
+    def by_length(completions, **kwargs):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match=r"remove_unused_columns must be False.*reads \['answer'\]"):
+        check_arguments("org/model", removing, {"reward_funcs": [by_length, math_reward], "train_dataset": data})
+
+    # Controls: a reward that reads no column, a reward model, and columns that stay.
+    check_arguments("org/model", removing, {"reward_funcs": by_length, "train_dataset": data})
+    check_arguments("org/model", removing, {"reward_funcs": "org/reward-model", "train_dataset": data})
+    check_arguments("org/model", config(tmp_path), {"reward_funcs": math_reward, "train_dataset": data})
 
 
 def test_a_tracker_that_is_unknown_or_not_installed_is_refused_before_a_model_loads(tmp_path, monkeypatch):

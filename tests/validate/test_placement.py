@@ -155,3 +155,33 @@ def test_matrices_are_not_kept_beside_shards(tmp_path, monkeypatch, sharding):
 
     with pytest.raises(ValueError, match="quant_keep_matrices must be false"):
         check_arguments("org/model", args, {})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"TP": "2"}, "must not be tensor-parallel"),
+        ({"CP": "2"}, "cp_size and sp_size must be 1 with rollouts"),
+        ({"SP": "2"}, "cp_size and sp_size must be 1 with rollouts"),
+        # Controls: HSDP, whose processes have whole layers and sequences of their own.
+        ({"DP_REPLICATE": "2", "DP_SHARD": "2"}, None),
+        ({}, None),
+    ],
+)
+def test_a_learner_that_is_cut_within_layers_or_sequences_is_refused(tmp_path, monkeypatch, sizes, words):
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    for name, size in sizes.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", size)
+    args = config(tmp_path)
+
+    with refusal(words):
+        check_arguments("org/model", args, {})
+
+    check_arguments("org/model", config(tmp_path, quant_scheme="none"), {})  # TRL's own business
+
+
+def test_a_model_that_transformers_would_cut_is_refused(tmp_path):
+    args = config(tmp_path, model_init_kwargs={"tp_plan": "auto"})
+
+    with refusal("must not be tensor-parallel"):
+        check_arguments("org/model", args, {})
