@@ -330,6 +330,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row("FSDP1, offloaded shards", REFUSED, "test_shards_that_cannot_be_quantized_are_refused"),
         Row("FSDP2 on CPUs", REFUSED, "test_shards_of_several_cpus_are_refused", "accelerate would run DDP"),
         Row(
+            "a tensor-parallel learner; context parallelism in RL",
+            REFUSED,
+            "test_a_learner_that_is_cut_within_layers_or_sequences_is_refused",
+        ),
+        Row("context parallelism in SFT", NOT_TRIED),
+        Row(
             "several GPUs in one process",
             REFUSED,
             "test_one_process_with_several_gpus_is_refused_before_a_model_loads",

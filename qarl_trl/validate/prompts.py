@@ -159,12 +159,13 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
     if short_of_room:
         logger.warning(
             "%s: %d of %d prompts leave less than max_completion_length=%d tokens of the engine's context of %d, so "
-            "their answers may be cut off.",
+            "%s.",
             title,
             short_of_room,
             len(data),
             args.max_completion_length,
             context,
+            "a server with this context refuses them" if uses_server(args) else "their answers may be cut off",
         )
     if beyond_pass:
         logger.warning(
