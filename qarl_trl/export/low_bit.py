@@ -342,7 +342,8 @@ def _forget_other_code(file: Path) -> None:
         return
 
     kept: dict[str, Any] = {}
-    for name, classes in auto_map.items():
+    # What is no mapping names nothing, and transformers does not read it either.
+    for name, classes in auto_map.items() if isinstance(auto_map, dict) else ():
         if all((file.parent / module).is_file() for module in modules_here(classes)):
             kept[name] = classes
     if kept == auto_map:

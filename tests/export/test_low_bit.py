@@ -328,6 +328,15 @@ def test_a_config_names_no_code_that_is_not_there(tiny_model, tmp_path, monkeypa
     assert type(loaded) is type(model)
 
 
+def test_a_broken_map_of_code_is_left_out(tiny_model, tmp_path):
+    model = tiny_model()
+    model.config.auto_map = "modeling_mine.Mine"
+
+    folder = save_low_bit(apply_quantization(model, "W4A16"), None, tmp_path / "low")
+
+    assert "auto_map" not in read_config(folder)
+
+
 def test_without_a_quantized_layer_there_is_nothing_to_save(tiny_model, tmp_path):
     assert quantization_config(tiny_model()) is None
 
