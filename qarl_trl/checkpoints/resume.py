@@ -207,9 +207,10 @@ def why_never_resumed(args: Any) -> str | None:
             "teacher_model_kind='ema' cannot be resumed: its teacher is in no checkpoint. Set it to 'base', or start "
             "a new run with the checkpoint as the model."
         )
-    # transformers saves a dummy in place of an optimizer for each layer, and AdaLomo keeps its moments to itself.
+    # transformers saves a dummy in place of an optimizer for each layer, AdaLomo keeps its moments to itself, and those
+    # of GrokAdamW (0.1.2) lie in its groups under parameters, which are others after a load.
     optimizer = getattr(args.optim, "value", args.optim)
-    if optimizer.endswith("_layerwise") or optimizer == "adalomo":
+    if optimizer.endswith("_layerwise") or optimizer in ("adalomo", "grokadamw"):
         return (
             f"optim={optimizer!r} cannot be resumed: its state is in no checkpoint. Start a new run with the "
             "checkpoint as the model, or use another optimizer."

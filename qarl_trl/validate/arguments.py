@@ -33,6 +33,8 @@ logger = get_logger(__name__)
 # of the package and its name for pip.
 PACKAGES_OF_OPTIMIZERS = (
     (("adamw_8bit", "adamw_bnb", "ademamix", "lion_", "paged_", "rmsprop_bnb"), "bitsandbytes", "bitsandbytes"),
+    # These import it, too.
+    (("galore_", "apollo_"), "bitsandbytes", "bitsandbytes"),
     (("adamw_torch_4bit", "adamw_torch_8bit"), "torchao", "torchao"),
     (("galore_",), "galore_torch", "galore-torch"),
     (("apollo_",), "apollo_torch", "apollo-torch"),

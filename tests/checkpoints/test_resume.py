@@ -133,7 +133,7 @@ def test_what_cannot_be_continued_exactly_is_refused(tmp_path, args):
     averaged.teacher_model_kind = "ema"  # of TRL's SDPO
     with pytest.raises(ValueError, match="teacher_model_kind='ema' cannot be resumed"):
         resume_path("true", averaged)
-    for optimizer in ("adalomo", "galore_adamw_layerwise"):
+    for optimizer in ("adalomo", "grokadamw", "galore_adamw_layerwise"):
         with pytest.raises(ValueError, match=f"{optimizer}.*its state is in no checkpoint"):
             resume_path("true", config(tmp_path, optim=optimizer))
     # Control: an optimizer with a state.
