@@ -109,6 +109,11 @@ class QaRLConfig(LowBitConfig, GRPOConfig):
         """Whether a weight corrects the loss for the difference between engine and learner."""
         return self.use_vllm and self.vllm_importance_sampling_correction
 
+    @property
+    def reads_engine(self) -> bool:
+        """Whether the loss reads the engine's log-probs: for a weight, or for TRL's mask of off-policy answers."""
+        return self.weighs_mismatch or (self.use_vllm and self.off_policy_mask_threshold is not None)
+
     def __post_init__(self) -> None:
         super().__post_init__()
 
@@ -186,8 +191,12 @@ def _check_sampling(args: QaRLConfig) -> None:
     Refuse (`ValueError`) truncation and penalties: they change the engine's log-probs, not the learner's (trl issue
     6789).
     """
-    if not args.weighs_mismatch:
+    if not args.reads_engine:
         return
+    reader = "mismatch weight" if args.weighs_mismatch else "mask of off-policy answers"
+    switch = "vllm_importance_sampling_correction=False"
+    if args.off_policy_mask_threshold is not None:
+        switch += " and off_policy_mask_threshold=None"
 
     sampling: dict[str, Any] = {name: getattr(args, name) for name in NEUTRAL_SAMPLING}
     sampling["vllm_structured_outputs_regex"] = args.vllm_structured_outputs_regex
@@ -203,8 +212,8 @@ def _check_sampling(args: QaRLConfig) -> None:
         neutral = (None, *neutral_values.get(name, ()))
         if name not in HARMLESS_SAMPLING and value not in neutral:
             raise ValueError(
-                f"{name}={value!r} changes the engine's sampling distribution, so the mismatch weight would be wrong. "
-                "Leave it out (the field temperature is allowed), or set vllm_importance_sampling_correction=False."
+                f"{name}={value!r} changes the engine's sampling distribution, so the {reader} would be wrong. Leave "
+                f"it out (the field temperature is allowed), or set {switch}."
             )
 
 

@@ -176,12 +176,17 @@ def _find_data_and_checkpoint(script_args: DataArguments, training_args: Any) ->
     """
     from .checkpoints.resume import resume_path
 
-    _check_data(script_args, with_eval=_evaluates(training_args))
+    _check_data(script_args, with_eval=evaluates(training_args))
     training_args.resume_from_checkpoint = resume_path(training_args.resume_from_checkpoint, training_args)
 
 
-def _evaluates(training_args: Any) -> bool:
-    """Whether a run needs data to evaluate on."""
+def evaluates(training_args: Any) -> bool:
+    """
+    Whether a run needs data to evaluate on.
+
+    Args:
+        training_args: From [`parse`].
+    """
     return training_args.eval_strategy != "no" or training_args.eval_on_start
 
 
@@ -215,7 +220,7 @@ def make_trainer(script_args: Any, training_args: Any, model_args: ModelConfig, 
     rewards = {}
     if method.has_rewards:
         rewards["reward_funcs"] = load_rewards(script_args.reward_funcs, script_args.reward_timeout)
-    train_dataset, eval_dataset = load_datasets(script_args, _evaluates(training_args), training_args, method)
+    train_dataset, eval_dataset = load_datasets(script_args, evaluates(training_args), training_args, method)
 
     # transformers' errors about a config or about weights do not say which file they mean.
     with naming_config([model_args.model_name_or_path]):

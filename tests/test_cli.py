@@ -15,6 +15,8 @@ import pytest
 import torch
 from conftest import make_model, make_tokenizer, make_vision_model
 from safetensors.torch import load_file, save_file
+from slow.toys import stored_tensors
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from qarl_trl import cli
 from qarl_trl.errors import in_one_line, naming_config
@@ -561,6 +563,37 @@ def test_export_of_a_classifier_is_refused(tmp_path):
     with pytest.raises(ValueError, match="must be a language model, got Qwen2ForSequenceClassification"):
         cli.run(["export", str(tmp_path / "classifier"), str(tmp_path / "out")])
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_export_keeps_the_eye_of_a_model_that_transformers_also_has_without(tmp_path):
+    """`AutoModelForCausalLM` loads the text model of Qwen3.5 alone."""
+    text = {
+        "vocab_size": 64,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "layer_types": ["full_attention"],
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    eye = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
+    model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=eye))
+    model.save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    # Control: what it would be.
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "model")).__name__ == "Qwen3_5ForCausalLM"
+
+    cli.run(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme", "FP8_DYNAMIC"])
+
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3_5ForConditionalGeneration"]
+    eyes = [name for name in stored_tensors(tmp_path / "model") if "visual" in name]
+    kept = stored_tensors(tmp_path / "out")
+    assert eyes
+    assert all(name in kept for name in eyes)
 
 
 def of_run(checkpoint, folder, **settings):

@@ -14,6 +14,7 @@ from qarl_trl.trainers.setting_checks import POSITIVE, UNFIT
 
 
 VLLM = {"use_vllm": True}
+UNWEIGHTED = {"vllm_importance_sampling_correction": False}
 
 
 def settings_id(value):
@@ -47,6 +48,7 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
+        ({"eval_on_start": True, "per_device_eval_batch_size": 6, "num_generations": 4}, "multiple of the 4 answers"),
         ({"loss_type": "ppo"}, "loss_type"),
         ({"advantage_filter": "negative"}, "advantage_filter"),
         ({"tbpo_epsilon_high": 0.0}, "tbpo_epsilon_high"),
@@ -65,6 +67,8 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode"),
         (VLLM | {"top_p": 0.9}, "top_p"),
+        # TRL's mask of off-policy answers reads the engine's log-probs, too.
+        (VLLM | {"top_p": 0.9, **UNWEIGHTED, "off_policy_mask_threshold": 0.1}, "top_p.*mask of off-policy answers"),
         (VLLM | {"top_k": 50}, "top_k"),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "temperature"),
         (VLLM | {"generation_kwargs": {"a_parameter_of_tomorrow": 1}}, "a_parameter_of_tomorrow"),
@@ -126,10 +130,12 @@ def test_a_setting_that_would_bias_the_method_or_train_nothing_is_refused_by_nam
         VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a:B"]}, "quant_scheme": "none", "loss_type": "grpo"},
         # Sampled by the learner itself.
         {"top_p": 0.9},
+        {"top_p": 0.9, "off_policy_mask_threshold": 0.1},
         # Plain TRL stays plain TRL.
         VLLM | {"top_p": 0.9, "quant_scheme": "none", "loss_type": "grpo"},
         # Below epsilon_high.
         {"tbpo_delta_high": 1e-4},
+        {"eval_on_start": True, "per_device_eval_batch_size": 6, "num_generations": 4, "num_generations_eval": 3},
         # Whose bounds are 0.2 wide. Compiled code moves a ratio by 0.04 at most.
         {"torch_compile": True, "loss_type": "grpo"},
         {"torch_compile": True, "loss_type": "grpo", "gradient_checkpointing": False, "quant_scheme": "none"},

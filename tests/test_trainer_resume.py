@@ -347,6 +347,26 @@ def test_a_call_after_one_that_failed_within_an_update_is_as_a_first_one(dense_m
         assert logged(trainer, name) == logged(straight, name)
 
 
+def test_a_call_that_failed_leaves_no_metric_of_a_reward_for_the_next(dense_model, tmp_path):
+    values = iter([1000.0, 1.0, 1.0])
+
+    def logs_then_fails(completions, log_metric, **_):
+        value = next(values)
+        log_metric("mine", value)
+        if value == 1000.0:
+            raise RuntimeError("as if a judge were away")
+        return [float(len(completion)) for completion in completions]
+
+    args = QaRLConfig(**without_engine(tmp_path, max_steps=1))
+    trainer = QaRLTrainer(dense_model, logs_then_fails, args, train_dataset=prompts())
+    with pytest.raises(RuntimeError, match="as if a judge were away"):
+        trainer.train()
+
+    trainer.train()
+
+    assert logged(trainer, "mine") == [1.0]
+
+
 def test_schedule_decay_betas_and_the_end_are_those_of_the_new_run(dense_model, halfway, tmp_path):
     changes = {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 1e-6, "max_steps": 6}
     trainer = make(dense_model, tmp_path, **STEPWISE | {"lr_scheduler_type": "linear"} | changes)

@@ -76,9 +76,9 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
         Row(
-            "`torch_compile` in SFT and DPO",
+            "`torch_compile` in SFT, DPO, KTO and others",
             REFUSED,
-            "test_dpo_in_low_bits_is_not_compiled",
+            "test_dpo_and_kto_in_low_bits_are_not_compiled",
             "TorchDynamo fails there, and elsewhere without `gradient_checkpointing`",
         ),
         Row("SFT with packing", WORKS, "test_rows_that_share_a_sequence_do_not_see_each_other"),

@@ -52,6 +52,8 @@ COMMIT = "commit"
 WORKERS = "workers_of_stream"
 # The entry of the processes that make rows of several others, by packing or pairing them.
 PACKERS = "processes_of_rows"
+# Configs of TRL (1.16) without packing whose trainers make each row of one row.
+_SINGLY = ("DPOConfig", "CPOConfig", "ORPOConfig", "RewardConfig")
 # The entry of the tokenizer that a script gave.
 TOKENIZER = "tokenizer"
 # The entry of the settings of the run, by name.
@@ -121,8 +123,8 @@ def identity_of(
     if not has_rewards and _is_stream(trainer_arguments.get("train_dataset")):
         # Each worker reads shards of its own. TRL's trainers with rewards take none for a stream.
         facts[WORKERS] = args.dataloader_num_workers
-    elif hasattr(args, "dataset_num_proc") and getattr(args, "packing", True):
-        # Each takes a part of the data. Only an SFT that does not pack surely makes each row of one.
+    elif hasattr(args, "dataset_num_proc") and not _makes_rows_singly(args):
+        # Each takes a part of the data.
         facts[PACKERS] = args.dataset_num_proc or 1
     pickles = pickles_in(folder_of(name, args.model_init_kwargs))
     if pickles:
@@ -141,6 +143,13 @@ def identity_of(
     if adapters and not isinstance(model, str):
         facts["loaded_base"] = loaded_base_fact(model)
     return facts | facts_beside(args, trainer_arguments)
+
+
+def _makes_rows_singly(args: Any) -> bool:
+    """Whether a trainer surely makes each row of its data of one row, whatever the number of processes."""
+    if hasattr(args, "packing"):
+        return not args.packing
+    return any(config.__name__ in _SINGLY for config in type(args).__mro__)
 
 
 def _is_stream(data: Any) -> bool:

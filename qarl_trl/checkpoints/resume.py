@@ -207,8 +207,8 @@ def why_never_resumed(args: Any) -> str | None:
             "teacher_model_kind='ema' cannot be resumed: its teacher is in no checkpoint. Set it to 'base', or start "
             "a new run with the checkpoint as the model."
         )
-    # transformers saves a dummy in place of an optimizer for each layer, AdaLomo keeps its moments to itself, and those
-    # of GrokAdamW (0.1.2) lie in its groups under parameters, which are others after a load.
+    # transformers saves a dummy in place of an optimizer for each layer, and AdaLomo keeps its moments to itself.
+    # Those of GrokAdamW (0.1.2) lie in its groups under parameters, which are others after a load.
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer.endswith("_layerwise") or optimizer in ("adalomo", "grokadamw"):
         return (
@@ -227,7 +227,7 @@ def why_callbacks_forget(callbacks: Sequence[Any]) -> str | None:
     """
     for callback in callbacks:
         # `BEMACallback` of `trl.experimental.bema_for_ref_model` (TRL 1.16).
-        if getattr(callback, "update_ref_model", False):
+        if getattr(callback, "update_ref_model", False) is True:
             return (
                 f"A run with {type(callback).__name__}(update_ref_model=True) cannot be resumed: its reference is in "
                 "no checkpoint. Leave the callback out, or start a new run with the checkpoint as the model."

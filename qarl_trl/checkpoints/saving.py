@@ -176,6 +176,11 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         for name in ("_metrics", "_stored_metrics"):
             for of_mode in getattr(self, name, {}).values():
                 of_mode.clear()
+        # What rewards of an unfinished batch have logged, and the micro-batches of an unfinished update (GRPO, RLOO).
+        for name in ("_pending_metrics", "_pending_extra_logs"):
+            getattr(self, name, {}).clear()
+        if hasattr(self, "_entropy_window_stats"):
+            self._entropy_window_stats = None
 
     def _makes_optimizer(self, is_resumed: bool) -> bool:
         """Whether a call of `train` makes an optimizer. A second call without a resume keeps that of the first."""

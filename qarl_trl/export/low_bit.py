@@ -36,7 +36,16 @@ from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
 from ..quant.source import INDEX
 from ..quant.store import iter_low_bit_weights
-from .files import ADAPTER_CONFIG, RECIPE, apply_umask, flush, is_llmcompressor_recipe, modules_here, weight_files
+from .files import (
+    ADAPTER_CONFIG,
+    RECIPE,
+    apply_umask,
+    flush,
+    is_llmcompressor_recipe,
+    modules_here,
+    shapes_in,
+    weight_files,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -281,6 +290,11 @@ def check_target(path: str | os.PathLike) -> None:
     if is_unquantized:
         for pattern in ("*.safetensors", "pytorch_model*.bin"):
             precious += [file.name for file in sorted(path.glob(pattern))]
+    # A low-bit model may lack its config, which is moved last. Other loops save weights alone.
+    if not config.exists():
+        weights = [file for file in weight_files(path) if _MODEL_OR_INDEX.fullmatch(file.name)]
+        if not any(name.endswith(".weight_scale") for name in shapes_in(weights)):
+            precious += [file.name for file in weights]
 
     if precious:
         raise ValueError(

@@ -20,6 +20,7 @@ from .setting_checks import (
     check_choices,
     check_compiled,
     check_engine,
+    check_first_evaluation,
     check_fit,
     check_numbers,
     check_one_source,
@@ -287,6 +288,7 @@ class LowBitConfig:
         self._take_precision_of_launcher()
 
         check_choices(self)
+        check_first_evaluation(self)
         if self.save_strategy == "best":  # which needs the metric below
             raise ValueError(
                 "save_strategy must be 'steps', 'epoch' or 'no', got 'best': the last checkpoints are kept. Score the "

@@ -29,8 +29,8 @@ from .types import RunSettings, TrainerArguments
 
 logger = get_logger(__name__)
 
-# How transformers' names of optimizers begin that are of other packages (`trainer_optimizer.py`, 5.17), with the module
-# of the package and its name for pip.
+# How transformers' names of optimizers begin that are of other packages (`trainer_optimizer.py`, 5.17), with the
+# module of the package and its name for pip.
 PACKAGES_OF_OPTIMIZERS = (
     (("adamw_8bit", "adamw_bnb", "ademamix", "lion_", "paged_", "rmsprop_bnb"), "bitsandbytes", "bitsandbytes"),
     # These import it, too.
@@ -144,7 +144,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
 def _check_threshold(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """Refuse (`ValueError`) a threshold for a mismatch that nothing measures: of log-probs that the loss ignores."""
     threshold = getattr(args, "mismatch_abort_threshold", None)
-    if threshold is not None and trainer_arguments.get("rollout_func") and not args.weighs_mismatch:
+    if threshold is not None and trainer_arguments.get("rollout_func") and not args.reads_engine:
         raise ValueError(
             f"mismatch_abort_threshold={threshold} would stop no run: the mismatch with a rollout_func is measured "
             "only if the loss uses its log-probs. Set vllm_importance_sampling_correction=True, or leave out the "

@@ -26,6 +26,7 @@ from ..rollout.scheme_support import check_engine
 from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
 from .parallel import check_parallel
+from .rollouts import uses_server
 from .types import RunSettings
 
 
@@ -91,7 +92,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         _warn_of_merged(model)
         if args.has_engine:
             check_parallel(model, args)
-        if args.has_engine and args.quantize_learner and decodes_latent(config):
+        if args.has_engine and args.quantize_learner and decodes_latent(config, args):
             _check_latent_attention(model, args)
 
     missing = [] if adapter is None else unused_targets(model, adapter)
@@ -104,7 +105,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
 
     # An adapter on a frozen base needs a low-bit layer under each of its factors, and an engine that takes its rank.
     if args.frozen:
-        _check_aligned(model, adapter, decodes_latent(config))
+        _check_aligned(model, adapter, decodes_latent(config, args))
         if args.has_engine:
             engine_rank(adapter.r)  # raises if vLLM has none
 
@@ -208,16 +209,21 @@ def _arithmetic_of(layer: Any) -> tuple[Any, Any] | None:
     return layer.scheme.weights, layer.scheme.input_activations
 
 
-def decodes_latent(config: PretrainedConfig) -> bool:
+def decodes_latent(config: PretrainedConfig, args: RunSettings) -> bool:
     """
     Whether vLLM decodes with parts of the weight of `LATENT`, and not by calling the layer.
 
     Args:
         config: The model's config.
+        args: Settings of the run.
     """
-    # vLLM's own switch (`vllm/envs.py`).
-    if os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0"):
+    # vLLM's own switch (`vllm/envs.py`). A server has its own environment.
+    is_off = os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0")
+    if is_off and not uses_server(args):
         return False
+    # Of transformers' class vLLM (0.31, `use_mla`) asks the fields of its config alone.
+    if getattr(args, "vllm_model_impl", "vllm") == "transformers":
+        return True
     return config.get_text_config().model_type not in WITHOUT_LATENT_ATTENTION
 
 

@@ -39,8 +39,7 @@ def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSou
             named = name or "one without a path"
             raise ValueError(f"quant_scheme='checkpoint' needs a quantized model, got {named!r}.")
         return None
-    if not args.quantized:
-        raise ValueError(f"{name} is quantized, and quant_scheme is 'none'. Use quant_scheme: checkpoint.")
+    check_quantized_start(name, args)
 
     _ = source.layers  # reads the headers of all files, and raises for a missing tensor
     plan = args.quant_plan(source.plan())
@@ -56,6 +55,21 @@ def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSou
             f"by quant_scheme={args.quant_name!r}; 'checkpoint' keeps its scheme."
         )
     return source
+
+
+def check_quantized_start(name: str, args: RunSettings) -> None:
+    """
+    Refuse a run without quantization from a quantized checkpoint.
+
+    Args:
+        name: The name of the checkpoint.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: if the run is in high precision.
+    """
+    if not args.quantized:
+        raise ValueError(f"{name} is quantized, and quant_scheme is 'none'. Use quant_scheme: checkpoint.")
 
 
 def check_frozen(name: str, args: RunSettings) -> None:

@@ -12,7 +12,7 @@ import pytest
 from configs import config
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import KTOConfig
+from trl import DPOConfig, KTOConfig
 
 from qarl_trl import LowBitConfig, LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig, QaRLConfig
 from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule, compared_settings
@@ -165,6 +165,19 @@ def test_a_setting_that_the_table_does_not_have_is_refused(tmp_path):
 @dataclasses.dataclass
 class PairingConfig(LowBitConfig, KTOConfig):
     """A user's. TRL pairs the rows of a batch."""
+
+
+@dataclasses.dataclass
+class RowByRowConfig(LowBitConfig, DPOConfig):
+    """A user's. TRL makes each row of one row."""
+
+
+def test_processes_may_change_where_each_row_is_made_of_one(tmp_path):
+    args = config(tmp_path, RowByRowConfig)
+    folder = write(tmp_path, 1, **identity(args))
+    args.dataset_num_proc = 2
+
+    assert resume_path(str(folder), args, identity(args)) == str(folder)
 
 
 def test_processes_stay_where_nobody_knows_that_rows_are_made_one_by_one(tmp_path):

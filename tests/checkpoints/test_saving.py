@@ -25,6 +25,7 @@ from qarl_trl.checkpoints import model as saved_model
 from qarl_trl.checkpoints.folder import MANIFEST, damage, finished
 from qarl_trl.checkpoints.identity import identity_of
 from qarl_trl.checkpoints.lock import LOCK
+from qarl_trl.checkpoints.resume import why_callbacks_forget
 from qarl_trl.checkpoints.signals import EXIT_CODE
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import iter_low_bit_weights
@@ -644,6 +645,12 @@ def test_a_run_with_a_callback_that_updates_the_reference_is_not_resumed(model, 
     # What was refused has not made the checkpoints those of this trainer, which would replace them.
     with pytest.raises(ValueError, match="checkpoint-"):
         resumed.train()
+
+    class HasMethod(TrainerCallback):
+        def update_ref_model(self):
+            """A user's own, of another meaning."""
+
+    assert why_callbacks_forget([HasMethod()]) is None
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -461,6 +461,20 @@ def test_master_weights_are_not_overwritten(tiny_model, model, tmp_path):
     check_target(tmp_path / "low_bit")
 
 
+def test_weights_without_a_config_are_overwritten_only_if_they_are_low_bit_ones(tiny_model, model, tmp_path):
+    """A loop of one's own saves the weights alone (`accelerator.save_model`)."""
+    precious = tmp_path / "precious"
+    tiny_model().save_pretrained(precious)
+    (precious / "config.json").unlink()
+    with pytest.raises(ValueError, match="unquantized model.*model.safetensors"):
+        check_target(precious)
+
+    # Control: a save that a kill interrupted.
+    folder = save_low_bit(model, None, tmp_path / "low_bit")
+    (folder / "config.json").unlink()
+    check_target(folder)
+
+
 def test_the_config_beside_older_weights_is_not_overwritten(tiny_model, model, tmp_path):
     """transformers reads these files, too, but not with the config of another model."""
     tiny_model().save_pretrained(tmp_path)
@@ -501,7 +515,8 @@ def test_files_of_the_user_stay(model, tmp_path):
     of_the_user = ["model-backup.safetensors", "model_before_rl.safetensors.bak", "model2.safetensors"]
     for name in of_the_user:
         (tmp_path / name).write_text("mine")
-    (tmp_path / "model-00001-of-00002.safetensors").write_text("a shard of an earlier model")
+    # A shard of an earlier model.
+    save_file({"a.weight_scale": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
 
     save_low_bit(model, None, tmp_path)
 

@@ -440,9 +440,10 @@ def test_a_mixin_without_a_trainer_of_trl_is_refused():
         Mine(model="no/such-model")
 
 
-def test_dpo_in_low_bits_is_not_compiled(tmp_path):
+@pytest.mark.parametrize("kind", [LowBitDPOConfig, LowBitKTOConfig])
+def test_dpo_and_kto_in_low_bits_are_not_compiled(tmp_path, kind):
     with pytest.raises(ValueError, match="torch_compile must be False in low bits"):
-        LowBitDPOConfig(**settings_of("dpo", tmp_path), torch_compile=True)
+        kind(**settings_of("dpo", tmp_path), torch_compile=True)
 
     # Control: without them it is TRL's.
     assert LowBitDPOConfig(**settings_of("dpo", tmp_path) | {"quant_scheme": "none"}, torch_compile=True).compiles

@@ -101,7 +101,7 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
         return
 
     from ...rewards import load_rewards
-    from ...train import load_datasets, model_settings, parse
+    from ...train import evaluates, load_datasets, model_settings, parse
     from .measure import probe_mismatch
     from .rewards import check_rewards
     from .settings import check_for_gpu, check_settings, local_folder, schemes_of
@@ -113,7 +113,7 @@ def sections(options: argparse.Namespace, recipe_argv: list[str]) -> Iterator[tu
     script_args, args, model_args = parse(argv, any_device=True, method=method)
     # As the trainer gets them.
     args.model_init_kwargs = model_settings(args, model_args)
-    dataset, _ = load_datasets(script_args, args.eval_strategy != "no", args, method)
+    dataset, _ = load_datasets(script_args, evaluates(args), args, method)
     folder = local_folder(model_args.model_name_or_path, args.model_init_kwargs["revision"])
 
     if note:

@@ -137,12 +137,10 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
 
     Args:
         name: Its folder or Hub id.
-        architecture: Its class; default: a causal language model.
+        architecture: Its class; default: that of its config, as in training, or a causal language model.
         hub: May have the revision.
     """
-    from transformers import AutoModelForCausalLM
-
-    architecture = architecture or AutoModelForCausalLM
+    architecture = architecture or _class_of(name, **hub)
     model, report = architecture.from_pretrained(name, dtype="auto", output_loading_info=True, **hub)
     # transformers makes up random weights for them, and only prints a table.
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
@@ -152,11 +150,25 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
             f"shape, first {wrong[0]}."
         )
 
-    # With a tied output layer nothing is missing, and the head would be left out.
-    saved_as = (model.config.architectures or [""])[0]
-    if "Classification" in saved_as and type(model).__name__ != saved_as:
-        raise ValueError(f"{name} must be a language model, got {saved_as}, whose head would be left out.")
     return model
+
+
+def _class_of(name: str, **hub: Any) -> Any:
+    """
+    The class of a language model, which is the one that its config names: of some models with a vision tower
+    (Qwen3.5) `AutoModelForCausalLM` loads the text model alone. `ValueError` for a classifier.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ...quant.names import architecture_of
+
+    config = AutoConfig.from_pretrained(name, **hub)
+    saved_as = (config.architectures or [""])[0]
+    # With a tied output layer nothing would be missing, and the head would be left out.
+    if "Classification" in saved_as:
+        raise ValueError(f"{name} must be a language model, got {saved_as}, whose head would be left out.")
+    has_images = saved_as.endswith("ForConditionalGeneration") and not config.is_encoder_decoder
+    return (architecture_of(config) if has_images else None) or AutoModelForCausalLM
 
 
 def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:

@@ -19,7 +19,7 @@ from ...validate.adapters import check_adapter
 from ...validate.kv_cache import check_cache_device
 from ...validate.parallel import check_parallel
 from ...validate.placement import check_sharded
-from ...validate.source import check_frozen
+from ...validate.source import check_frozen, check_quantized_start
 from ...validate.teacher import check_same_vocabulary
 from .memory.engine import WITHOUT_CACHE
 from .model import is_quantized, model_without_weights, parameters, read_config
@@ -78,6 +78,7 @@ def run_of(settings: Any, model_args: Any, hardware: Hardware) -> Run:
         raise ValueError("lora_base='frozen' needs use_peft: true, and a model without experts.")
     from_low_bits = is_quantized(name)
     if from_low_bits:
+        check_quantized_start(name, settings)
         check_frozen(name, settings)
 
     ranks_that_gather = gpus if fsdp2 and _gathers_low_bits(settings) else 1

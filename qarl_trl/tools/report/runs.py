@@ -135,7 +135,7 @@ def _ends(logs: dict[Path, list[dict[str, Any]]]) -> list[Path]:
     for file, log in logs.items():
         # The line that sums up a training comes after its last checkpoint, with which a longer run goes on.
         of_updates = [row for row in log if "train_runtime" not in row]
-        texts[file] = [json.dumps(row, sort_keys=True) for row in of_updates]
+        texts[file] = [_as_text(row) for row in of_updates]
     ends: list[Path] = []
     # The longest first, so that of equal ones the first is the end.
     for file in sorted(texts, key=lambda file: len(texts[file]), reverse=True):
@@ -143,6 +143,12 @@ def _ends(logs: dict[Path, list[dict[str, Any]]]) -> list[Path]:
         if not any(texts[end][: len(rows)] == rows for end in ends):
             ends.append(file)
     return ends
+
+
+def _as_text(row: dict[str, Any]) -> str:
+    """A row without what an evaluation took: a run that goes on from before one repeats it."""
+    counted = {name: value for name, value in row.items() if not name.endswith(("_runtime", "_per_second"))}
+    return json.dumps(counted, sort_keys=True)
 
 
 def _length(log: list[dict[str, Any]]) -> tuple[float, int]:

@@ -177,6 +177,13 @@ def test_a_checkpoint_that_cannot_be_sharded_is_refused(tmp_path):
     assert run_of(recipe, 2, 79, "ddp", *options).decompresses
 
 
+def test_a_quantized_checkpoint_is_no_start_without_quantization(tmp_path):
+    recipe = RECIPES / "one_gpu" / "qwen2.5-1.5b.yaml"
+
+    with pytest.raises(ValueError, match="is quantized, and quant_scheme is 'none'"):
+        run_of(recipe, 1, 79, "ddp", "--quant_scheme", "none", "--model_name_or_path", model_in_low_bits(tmp_path))
+
+
 def test_a_frozen_base_has_the_scheme_of_its_checkpoint(tmp_path):
     recipe = RECIPES / "one_gpu" / "qwen2.5-7b_frozen.yaml"
     model = ("--model_name_or_path", model_in_low_bits(tmp_path))

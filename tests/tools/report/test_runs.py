@@ -50,14 +50,17 @@ def test_a_log_that_is_furthest_on_may_have_fewer_lines(tmp_path):
 def test_a_longer_run_goes_on_with_the_log_of_a_run_that_ended(tmp_path):
     """That has a line which no checkpoint has."""
     rows = log(3)
-    ended = [*rows[:8], {"step": 8, "train_runtime": 9.0}]
+    # The last evaluation, too, comes after the checkpoint, and again in the longer run.
+    evaluated = {"step": 8, "eval_reward": 0.5, "eval_runtime": 1.0, "eval_samples_per_second": 4.0}
+    ended = [*rows[:8], evaluated, {"step": 8, "train_runtime": 9.0}]
     write_run(tmp_path, rows[:8], checkpoint=8)
     write_run(tmp_path, ended)
 
     assert read_run(tmp_path, "a").log == ended
-    write_run(tmp_path, rows, checkpoint=12)
+    goes_on = [*rows[:8], evaluated | {"eval_runtime": 2.0, "eval_samples_per_second": 2.0}, *rows[8:]]
+    write_run(tmp_path, goes_on, checkpoint=12)
     longer = read_run(tmp_path, "a")
-    assert longer.log == rows
+    assert longer.log == goes_on
     assert not longer.note
 
 
