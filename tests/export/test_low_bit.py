@@ -11,7 +11,7 @@ import yaml
 from compressed_tensors.quantization import preset_name_to_scheme
 from conftest import make_model, make_vision_model
 from quant.schemes import NAMES, NVFP4, SCHEMES, copies, same_tensors
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
