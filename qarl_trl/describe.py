@@ -95,6 +95,7 @@ def describe(script_args: DataArguments, args: Any, model_args: ModelConfig) -> 
         # What a GPU, the engine or the model refuse comes later.
         lines.append("device: no CUDA device here, so the settings were read for a CPU; qarl-trl doctor checks more")
 
+    lines.append("settings other than the defaults:")
     for group in (script_args, args, model_args):
         for name, value in sorted(changed_fields(group).items()):
             lines.append(f"{type(group).__name__}.{name}: {redact(value, name)!r}")

@@ -66,6 +66,7 @@ def parse(
         FileNotFoundError: if the recipe or a dataset's file is missing.
         ValueError: for unknown keys and refused settings.
     """
+    from .export.files import check_no_adapter
     from .recipe import RecipeParser
 
     parser = RecipeParser(groups_of(method))
@@ -74,6 +75,8 @@ def parse(
         values.pop(name, None)
     if not values.get("model_name_or_path"):
         raise ValueError(_what_is_missing(argv, method))
+    # A dry run makes no trainer, which checks it too.
+    check_no_adapter(values["model_name_or_path"])
     _check_switches(values, {field.name for group in groups_of(method) for field in fields(group)})
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)

@@ -258,11 +258,18 @@ def _check(checkpoint: str, args: Any, identity: Mapping[str, Any]) -> None:
         if reason is not None:
             raise ValueError(
                 f"{checkpoint} is a checkpoint of another run: {change.name} was {change.before!r} there, and is "
-                f"{change.now!r}. {reason} Set it back, or start a new run with the checkpoint as the model."
+                f"{change.now!r}. {reason} Set it back, or {_new_run(identity)}."
             )
     for name in _LAST:
         if name in identity:
             _check_fact(name, checkpoint, stored, identity)
+
+
+def _new_run(identity: Mapping[str, Any]) -> str:
+    """What to do in place of a resume. An adapter is no model that a run could start from."""
+    if identity.get("adapter"):
+        return "start a new run"
+    return "start a new run with the checkpoint as the model"
 
 
 def _is_same_precision(change: Change, stored: Mapping[str, Any]) -> bool:
@@ -291,7 +298,7 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
         reader, does = _READERS[name]
         raise ValueError(
             f"{checkpoint} {reader}={stored[name]}, got {value}: each process {does} of its own, so other rows would "
-            "come. Set it back, or start a new run with the checkpoint as the model."
+            f"come. Set it back, or {_new_run(identity)}."
         )
     # Of a model of the Hub they are its name and the revision that was asked for.
     if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:

@@ -258,6 +258,24 @@ def check_base(adapter: Path, base: Path) -> None:
         raise ValueError(f"{base} has other weights than the base beside which the adapter {adapter} was trained.")
 
 
+def check_no_adapter(model: str) -> None:
+    """
+    Refuse the folder of a LoRA adapter where a whole model is needed.
+
+    Args:
+        model: Folder or Hub id.
+
+    Raises:
+        ValueError: for a folder with an adapter and without a model.
+    """
+    folder = Path(model)
+    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{model} is a LoRA adapter, and no model to start from. resume_from_checkpoint goes on with it. A new "
+            "run needs one model: merge_and_unload() of peft makes it, of a frozen base a different policy."
+        )
+
+
 def weight_files(folder: Path) -> list[Path]:
     """
     Find the files of weights of a model or an adapter.

@@ -14,7 +14,7 @@ from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from .._compat.versions import check_versions
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
-from ..export.files import BASE_FOLDER
+from ..export.files import BASE_FOLDER, check_no_adapter
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs, is_peft_model
 from ..rollout.engine_settings import check_engine_arguments
@@ -85,6 +85,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         )
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"model must be a name, a folder as text or a loaded model, got {type(model).__name__}.")
+    if isinstance(model, str):
+        check_no_adapter(model)
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
     _check_checkpointing(args)

@@ -454,3 +454,12 @@ def test_a_reference_in_high_precision_beside_a_low_bit_policy_is_said(tmp_path,
     # In CPO it weighs the only model.
     check_arguments("org/model", LowBitCPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none"), {})
     assert "reference model" not in caplog.text
+
+
+def test_the_folder_of_an_adapter_is_no_model(dense_model, tmp_path):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(dense_model), LoraConfig())
+    model.save_pretrained(tmp_path / "adapter")
+
+    with pytest.raises(ValueError, match="adapter is a LoRA adapter, and no model to start from"):
+        check_arguments(str(tmp_path / "adapter"), config(tmp_path / "run"), {})
+    check_arguments(dense_model, config(tmp_path / "run"), {})  # control

@@ -255,6 +255,9 @@ def _judge_shares(run: LoggedRun) -> Iterator[Judgement]:
         equal = "All rewards of a prompt are equal. Try the reward with `qarl-trl doctor`."
         advice = equal if are_equal else "Look whether all answers are cut off or left out."
         yield Judgement("bad", text, advice, NOTHING)
+    elif flips == 0 and not _a_sync_follows_a_gradient(run):
+        text = "no sync changes a quantized value, and each followed updates without a gradient"
+        yield Judgement("unknown", text, "Train on.", NOTHING)
     elif flips < FEWEST_FLIPS:
         advice = "Updates are lost in rounding: use float32 master weights, or a higher learning_rate."
         if flips == 0:
@@ -292,6 +295,23 @@ def _has_no_gradient(run: LoggedRun) -> bool:
     gradient = quarters(run, "grad_norm")[-1]
     # A penalty may have a gradient where the rewards have none.
     return gradient == 0 or (math.isnan(gradient) and quarters(run, EQUAL_REWARDS)[-1] == 1)
+
+
+def _a_sync_follows_a_gradient(run: LoggedRun) -> bool:
+    """Whether a sync with a share of changed values followed an update with a gradient, as far as the log tells."""
+    gradients: list[float] = []
+    is_logged = False
+    for row in sorted(run.log, key=lambda row: row["step"]):
+        # Those of its own line come after the sync.
+        if "quant/flip_frac" in row:
+            if any(gradient != 0 for gradient in gradients):
+                return True
+            gradients = []
+        gradient = row.get("grad_norm")
+        if isinstance(gradient, int | float):
+            gradients.append(gradient)
+            is_logged = True
+    return not is_logged
 
 
 def _which_problems(run: LoggedRun) -> str:

@@ -131,6 +131,23 @@ def test_without_a_gradient_nothing_is_lost_in_rounding(changes, advice):
     assert advice in judgement.advice
 
 
+def test_a_sync_after_updates_without_a_gradient_says_nothing_of_rounding():
+    """As in a run of two batches, of which the first had equal rewards."""
+    zeros = {"quant/flip_frac": 0.0, "grad_norm": 0.5}
+    rows = log(2, **zeros)
+    for row in rows[:4]:
+        row["grad_norm"] = 0.0
+    texts = [judgement.text for judgement in judgements_of_level(rows, "unknown")]
+    assert any("each followed updates without a gradient" in text for text in texts)
+
+    # Control: the second batch learned, and the sync after it changed nothing.
+    rows = log(3, **zeros)
+    for row in rows[:4]:
+        row["grad_norm"] = 0.0
+    (judgement,) = judgements_of_level(rows, "bad")
+    assert "no sync changes a quantized value" in judgement.text
+
+
 def test_a_small_share_of_flips_that_committed_runs_learned_with_is_good():
     # The smallest share of the committed runs that learned.
     good = judgements_of_level(log(**{"quant/flip_frac": 7.5e-5}), "good")
