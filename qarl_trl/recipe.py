@@ -130,6 +130,9 @@ class RecipeParser(HfArgumentParser):
         """
         try:
             return self.parse_dict(dict(values))
+        except NameError:
+            # A mistake in code, not in a value.
+            raise
         except Exception as error:
             raise ValueError(_message(error, values)) from error
 

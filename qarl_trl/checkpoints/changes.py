@@ -400,7 +400,7 @@ def refuses(change: Change, within_batch: bool, with_deepspeed: bool) -> str | N
         with_deepspeed: Whether DeepSpeed has the optimizer, whose groups we do not set.
     """
     if change.rule is Rule.REFUSED:
-        return "It changes the policy or the loss, so it must stay."
+        return "It decides what the run learns, so it must stay."
     if change.rule is Rule.BETWEEN_BATCHES and within_batch:
         return "It may change only in a checkpoint between two rollout batches, and this one is within one."
     if with_deepspeed and change.name in OF_OPTIMIZER:
