@@ -42,6 +42,9 @@ COMPARED = (
     ("QaRL GRPO rounded minus rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL GRPO", "rounded")),
     ("QaRL TBPO rounded minus rollout-only TBPO by GPTQ", ("rollout-only TBPO", "gptq"), ("QaRL TBPO", "rounded")),
     ("QaRL TBPO minus GSPO", ("QaRL GSPO", "rounded"), ("QaRL TBPO", "rounded")),
+    # Added when all seeds of both losses were run: the best of each side.
+    ("QaRL TBPO minus QaRL GRPO", ("QaRL GRPO", "rounded"), ("QaRL TBPO", "rounded")),
+    ("QaRL TBPO rounded minus rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL TBPO", "rounded")),
 )
 # Of the start of `long` after its distillation: from, to, each with its regime.
 DISTILLED = "long_distilled"

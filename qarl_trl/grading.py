@@ -39,6 +39,8 @@ _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
+# "1 1/2", which math-verify reads as a product.
+_MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+) (\d+)/(\d+)(?!\.?\d|/)")
 # Signs that math-verify does not read as LaTeX's commands.
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
 _FRACTIONS = {"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
@@ -133,6 +135,8 @@ def _last_date(completion: str) -> str | None:
 
 def _readings(text: str) -> list[str]:
     """A text, and the same as a person reads it, if math-verify reads that otherwise."""
+    # In both: as it stands it also equals its first number.
+    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     read = text.replace("\N{MINUS SIGN}", "-")
     read = _ESCAPED_DOLLAR.sub("", read)
     read = _THOUSANDS.sub(_without_separators, read)

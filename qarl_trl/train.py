@@ -243,16 +243,29 @@ def model_settings(training_args: Any, model_args: ModelConfig) -> dict[str, Any
     The arguments of `from_pretrained` by which a recipe's model loads.
 
     Args:
-        training_args: From [`parse`]. What its `model_init_kwargs` set counts.
+        training_args: From [`parse`]. What its `model_init_kwargs` set counts, also beside a default of `model_args`.
         model_args: From [`parse`].
+
+    Raises:
+        ValueError: if both set one argument, to two values.
     """
+    chosen = training_args.model_init_kwargs or {}
+    defaults = type(model_args)()
+    twice = {"model_revision": "revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
+    for name, key in twice.items():
+        value = getattr(model_args, name)
+        if value != getattr(defaults, name) and chosen.get(key, value) != value:
+            raise ValueError(
+                f"{name}={value!r} and model_init_kwargs: {{{key}: {chosen[key]}}} must not differ. Leave one out."
+            )
+
     of_recipe = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         "trust_remote_code": training_args.trust_remote_code,
     }
-    return of_recipe | (training_args.model_init_kwargs or {})
+    return of_recipe | chosen
 
 
 def train(trainer: Any, dataset: str | None, method: Method = QARL) -> None:

@@ -1,5 +1,6 @@
 """`qarl_trl.train`: reading a recipe, refusing a wrong one, and a run from end to end."""
 
+import json
 import math
 import os
 import re
@@ -22,7 +23,7 @@ from qarl_trl.recipe import RecipeParser
 from qarl_trl.recipe_file import read_recipe
 from qarl_trl.rewards import load_rewards
 from qarl_trl.tools.report.runs import read_run
-from qarl_trl.train import parse
+from qarl_trl.train import model_settings, parse
 
 
 ON_CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -651,3 +652,20 @@ def test_run_trains_evaluates_and_saves(base, problems, tmp_path, capsys, quant_
     assert "start: from the beginning" in capsys.readouterr().out.splitlines()
     with pytest.raises(ValueError, match="is not a complete checkpoint of this trainer: .*manifest.json is missing"):
         cli.run(["train", *again, "--resume_from_checkpoint", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "key", "other"),
+    [("dtype", "bfloat16", "dtype", "float32"), ("model_revision", "v2", "revision", "v1")],
+)
+def test_an_argument_of_the_model_that_is_set_twice_must_be_one(base, option, value, key, other):
+    def settings(of_kwargs):
+        _, args, model_args = parse([*base, f"--{option}", value, "--model_init_kwargs", json.dumps({key: of_kwargs})])
+        return model_settings(args, model_args)
+
+    with pytest.raises(ValueError, match=f"{option}='{value}' and model_init_kwargs: .*{other}.* must not differ"):
+        settings(other)
+    # Controls: set alike, and set once.
+    assert settings(value)[key] == value
+    _, args, model_args = parse([*base, "--model_init_kwargs", json.dumps({key: other})])
+    assert model_settings(args, model_args)[key] == other

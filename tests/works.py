@@ -76,7 +76,7 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("distillation into low bits", WORKS, "test_a_student_comes_closer_to_its_own_start"),
         Row(
-            "`torch_compile` in SFT, DPO, KTO and others",
+            "`torch_compile` in SFT, DPO, KTO, CPO and of reward models",
             REFUSED,
             "test_dpo_and_kto_in_low_bits_are_not_compiled",
             "TorchDynamo fails there, and elsewhere without `gradient_checkpointing`",

@@ -348,7 +348,7 @@ def _check_commit(checkpoint: str, stored: Mapping[str, Any], identity: Mapping[
         raise ValueError(
             f"{checkpoint} is a checkpoint of another run: the model {stored['model']!r} was at commit {before} on "
             f"the Hub, and is at {identity[COMMIT]} now. Set model_revision: {before} (in a script "
-            f"model_init_kwargs={{'revision': '{before}'}}), or start a new run with the checkpoint as the model."
+            f"model_init_kwargs={{'revision': '{before}'}}), or {_new_run(identity)}."
         )
 
 

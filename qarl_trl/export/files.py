@@ -271,8 +271,9 @@ def check_no_adapter(model: str) -> None:
     folder = Path(model)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         raise ValueError(
-            f"{model} is a LoRA adapter, and no model to start from. resume_from_checkpoint goes on with it. A new "
-            "run needs one model: merge_and_unload() of peft makes it, of a frozen base a different policy."
+            f"{model} is a LoRA adapter, and no model to start from. resume_from_checkpoint goes on with that of a "
+            "checkpoint. A new run needs one model: merge_and_unload() of peft makes it, of a frozen base a different "
+            "policy."
         )
 
 

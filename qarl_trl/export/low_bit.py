@@ -293,14 +293,22 @@ def check_target(path: str | os.PathLike) -> None:
     # A low-bit model may lack its config, which is moved last. Other loops save weights alone.
     if not config.exists():
         weights = [file for file in weight_files(path) if _MODEL_OR_INDEX.fullmatch(file.name)]
-        if not any(name.endswith(".weight_scale") for name in shapes_in(weights)):
+        if not _are_in_low_bits(weights):
             precious += [file.name for file in weights]
 
     if precious:
         raise ValueError(
             f"{path} holds a training checkpoint or an unquantized model ({precious[:3]}), which would be "
-            "overwritten. Use another."
+            "overwritten. Use another, or move these files away."
         )
+
+
+def _are_in_low_bits(weights: list[Path]) -> bool:
+    """Whether files are those of a low-bit model, which has scales. A file that is cut off is worth nothing."""
+    try:
+        return any(name.endswith((".weight_scale", ".weight_packed")) for name in shapes_in(weights))
+    except ValueError:
+        return True
 
 
 def check_adapter_target(path: str | os.PathLike) -> None:

@@ -16,7 +16,15 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils import match_name, match_targets
 from torch import nn
 
-from .layers.experts import EXPERTS_LAYOUT, PROJECTIONS, expert_modules, has_known_layout, layer_names, layout_of
+from .layers.experts import (
+    EXPERTS_LAYOUT,
+    PROJECTIONS,
+    UNREADABLE,
+    expert_modules,
+    has_known_layout,
+    layer_names,
+    layout_of,
+)
 from .layers.layer import quantized_modules
 from .names import base_model, checkpoint_modules, checkpoint_renaming, is_peft_model
 from .patterns import check_patterns, patterns_of
@@ -197,6 +205,11 @@ def _expert_layers(name: str, module: nn.Module) -> dict[str, list[str]]:
     For each parameter of a module of experts the names of its linear layers in a checkpoint; `ValueError` for another
     layout.
     """
+    if any(kind.__name__ in UNREADABLE for kind in type(module).__mro__):
+        raise ValueError(
+            f"The experts {name!r} ({type(module).__name__}) are stored under names that vLLM does not read for this "
+            "model: it would run random ones. Such a model needs quant_scheme='none'; quant_ignore does not help."
+        )
     parameters = [name for name, _ in module.named_parameters(recurse=False)]
     # In this order, on which `layer_names` and the stream rely.
     if not has_known_layout(module) or parameters != [*PROJECTIONS]:

@@ -61,7 +61,7 @@ def load_stored(name: str, *architecture: Any, **loading: Any) -> nn.Module:
         loading: Arguments of [`~qarl_trl.quant.start.load_master_weights`].
 
     Raises:
-        ValueError: for a reward model, whose head no checkpoint has.
+        ValueError: for a reward model, whose head is new.
     """
     if architecture:
         raise ValueError(

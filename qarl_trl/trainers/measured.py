@@ -95,7 +95,7 @@ class MeasuredMixin:
         """
         Whether to log the mismatch: always with our engine, for a `rollout_func` only if the loss uses its log-probs.
         """
-        return self.args.reads_engine or (self.args.use_vllm and self.rollout_func is None)
+        return self.args.weighs_mismatch or (self.args.use_vllm and self.rollout_func is None)
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
         """Log how far `old` of the learner and `sampling` of the engine are apart, over the tokens in the loss."""

@@ -77,9 +77,10 @@ COLDEST = 0.01
 OUTER_CACHES = ("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend")
 # What else compiles the model.
 SET_BY = "torch_compile_backend, torch_compile_mode and the launcher's --dynamo_backend set it, too"
-# Configs of TRL whose forward on low-bit layers TorchDynamo (torch 2.13) gets through, with gradient checkpointing. In
-# that of SFT, DPO, KTO and CPO it ends in a RecursionError.
-COMPILED = ("GRPOConfig", "RLOOConfig", "DistillationConfig")
+# Configs of TRL whose forward on low-bit layers TorchDynamo (torch 2.13) does not get through: RecursionError.
+NOT_COMPILED = ("SFTConfig", "DPOConfig", "KTOConfig", "CPOConfig", "RewardConfig")
+# Configs of TRL by which an evaluation samples groups of answers.
+OF_GROUPS = ("GRPOConfig", "RLOOConfig")
 # Fields of TRL's configs that name a token of the tokenizer.
 TOKENS_OF_TEXT = ("eos_token", "pad_token")
 
@@ -189,7 +190,7 @@ def _check_sampling_ranges(args: Any) -> None:
 
 def check_first_evaluation(args: Any) -> None:
     """Refuse (`ValueError`) an evaluation at the start whose batches cut groups: TRL looks at those of steps alone."""
-    samples_groups = hasattr(args, "num_generations_eval")
+    samples_groups = any(config.__name__ in OF_GROUPS for config in type(args).__mro__)
     if not (samples_groups and args.eval_on_start and args.eval_strategy == "no"):
         return
     answers = args.num_generations_eval or args.num_generations
@@ -215,10 +216,10 @@ def check_compiled(args: Any) -> None:
     # A learner in bfloat16 ran: its layers remember nothing.
     if not args.compiles or not args.quantize_learner:
         return
-    if not any(config.__name__ in COMPILED for config in type(args).__mro__):
+    if any(config.__name__ in NOT_COMPILED for config in type(args).__mro__):
         raise ValueError(
-            f"torch_compile must be False in low bits ({SET_BY}): on low-bit layers TorchDynamo gets through the "
-            "forward of GRPO, RLOO and distillation alone."
+            f"torch_compile must be False in low bits ({SET_BY}): TorchDynamo does not get through the forward of "
+            "SFT, DPO, KTO, CPO and reward models on low-bit layers."
         )
     # It cannot trace what a layer remembers of its input. In a recomputed block it leaves the layers alone.
     if not args.gradient_checkpointing:

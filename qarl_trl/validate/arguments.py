@@ -49,6 +49,11 @@ NOT_LISTED = ("azure_ml", "comet_ml", "flyte")
 WITHOUT_REFERENCE = ("CPOConfig", "ORPOConfig", "TPOConfig")
 # Columns that TRL's GRPO and RLOO keep with `remove_unused_columns` (1.16, `_set_signature_columns_if_needed`).
 COLUMNS_OF_PROMPTS = ("prompt", "image", "images")
+# What TRL itself gives to rewards, whatever columns there are, and a column that it leaves out.
+OF_TRL_TO_REWARDS = (
+    *("prompts", "completions", "completion", "completion_ids"),
+    *("trainer_state", "log_extra", "log_metric", "environments"),
+)
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 # Arguments of sampling that are known by their names, and why they cannot be the user's: of a request to a server, and
@@ -146,7 +151,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
 def _check_threshold(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """Refuse (`ValueError`) a threshold for a mismatch that nothing measures: of log-probs that the loss ignores."""
     threshold = getattr(args, "mismatch_abort_threshold", None)
-    if threshold is not None and trainer_arguments.get("rollout_func") and not args.reads_engine:
+    if threshold is not None and trainer_arguments.get("rollout_func") and not args.weighs_mismatch:
         raise ValueError(
             f"mismatch_abort_threshold={threshold} would stop no run: the mismatch with a rollout_func is measured "
             "only if the loss uses its log-probs. Set vllm_importance_sampling_correction=True, or leave out the "
@@ -274,12 +279,17 @@ def _check_reward_columns(args: RunSettings, trainer_arguments: TrainerArguments
         return
 
     columns = getattr(trainer_arguments.get("train_dataset"), "column_names", None) or ()
-    removed = set(columns) - set(COLUMNS_OF_PROMPTS)
+    removed = set(columns) - {*COLUMNS_OF_PROMPTS, *OF_TRL_TO_REWARDS}
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         # A reward model, or its name, reads the texts alone.
         if isinstance(reward, str | nn.Module):
             continue
-        read = sorted(removed & set(inspect.signature(reward).parameters))
+        try:
+            parameters = set(inspect.signature(reward).parameters)
+        except (TypeError, ValueError):
+            # Of a builtin, or of what TRL refuses.
+            continue
+        read = sorted(removed & parameters - set(getattr(reward, "keywords", ())))
         if read:
             raise ValueError(
                 f"remove_unused_columns must be False, got True: a reward function reads {read}, and TRL would keep "

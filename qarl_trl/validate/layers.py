@@ -26,7 +26,6 @@ from ..rollout.scheme_support import check_engine
 from ..rollout.vllm.adapters import engine_rank
 from .model import skeleton
 from .parallel import check_parallel
-from .rollouts import uses_server
 from .types import RunSettings
 
 
@@ -217,9 +216,8 @@ def decodes_latent(config: PretrainedConfig, args: RunSettings) -> bool:
         config: The model's config.
         args: Settings of the run.
     """
-    # vLLM's own switch (`vllm/envs.py`). A server has its own environment.
-    is_off = os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0")
-    if is_off and not uses_server(args):
+    # vLLM's own switch (`vllm/envs.py`).
+    if os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0"):
         return False
     # Of transformers' class vLLM (0.31, `use_mla`) asks the fields of its config alone.
     if getattr(args, "vllm_model_impl", "vllm") == "transformers":

@@ -65,7 +65,8 @@ def _check_parallelism(args: RunSettings) -> None:
             "vllm_tensor_parallel_size for the engine."
         )
     # TRL gives each process prompts of its own.
-    has_rollouts = hasattr(args, "num_generations")
+    samples_answers = args.has_engine or getattr(args, "distill_on", None) == "rollouts"
+    has_rollouts = hasattr(args, "num_generations") or samples_answers
     if parallelism is not None and has_rollouts and (parallelism.cp_enabled or parallelism.sp_enabled):
         raise ValueError(
             "cp_size and sp_size must be 1 with rollouts: processes that share a sequence would sample different ones."

@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from conftest import make_vision_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
 from qarl_trl.quant import apply_quantization, patterns, remove_quantization
 from qarl_trl.quant.scheme import ROUTERS, resolve_scheme, single_group
@@ -141,7 +143,34 @@ def others_than(router):
     return [pattern for pattern in ROUTERS if not re.fullmatch(pattern.removeprefix("re:"), router)]
 
 
+class Embeddings(nn.Module):
+    """As those of InternVL's eye."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 128))
+        self.position_embeddings = nn.Parameter(torch.zeros(1, 16, 128))
+
+
+def test_one_matrix_alone_is_no_stack_of_experts():
+    model = nn.ModuleDict({"embeddings": Embeddings(), "up_proj": nn.Linear(128, 128)})
+
+    assert names_of(apply_quantization(model, "W4A16")) == ["up_proj"]
+
+
 # Refusals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignore", [["lm_head"], ["lm_head", "re:.*experts.*"]])
+def test_experts_whose_names_vllm_does_not_read_are_refused(ignore):
+    """LFM2-MoE: vLLM would drop their tensors without a word, also those in high precision."""
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    layers = {"num_hidden_layers": 1, "num_dense_layers": 0, "layer_types": ["full_attention"]}
+    model = Lfm2MoeForCausalLM(Lfm2MoeConfig(**sizes, **heads, **layers))
+
+    with pytest.raises(ValueError, match="Lfm2MoeExperts.* stored under names that vLLM does not read"):
+        apply_quantization(model, "W4A16", ignore=[*ignore, *ROUTERS])
 
 
 class LinearWithAdapter(nn.Linear):

@@ -1,5 +1,6 @@
 """`qarl_trl.validate.arguments`: what is refused before a model loads, by the name of what is wrong."""
 
+import functools
 from dataclasses import dataclass
 
 import pytest
@@ -276,7 +277,11 @@ def test_columns_that_a_reward_reads_must_not_be_removed(tmp_path):
     with pytest.raises(ValueError, match=r"remove_unused_columns must be False.*reads \['answer'\]"):
         check_arguments("org/model", removing, {"reward_funcs": [by_length, math_reward], "train_dataset": data})
 
-    # Controls: a reward that reads no column, a reward model, and columns that stay.
+    # Controls: a reward that reads no column, what TRL gives, what a partial binds, a builtin, a reward model, and
+    # columns that stay.
+    given_by_trl = Dataset.from_dict({"prompt": ["1 + 1"], "completions": ["2"], "a": ["2"]})
+    bound = functools.partial(lambda completions, a, **kwargs: [0.0], a="3")
+    check_arguments("org/model", removing, {"reward_funcs": [by_length, bound, max], "train_dataset": given_by_trl})
     check_arguments("org/model", removing, {"reward_funcs": by_length, "train_dataset": data})
     check_arguments("org/model", removing, {"reward_funcs": "org/reward-model", "train_dataset": data})
     check_arguments("org/model", config(tmp_path), {"reward_funcs": math_reward, "train_dataset": data})

@@ -118,10 +118,6 @@ def test_a_model_without_latent_attention_may_have_a_layer_of_its_name(tmp_path,
 
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     check_layers_of(model, args)
-    # A server has an environment of its own.
-    of_server = {"vllm_mode": "server", "sync_folder": str(tmp_path)}
-    with pytest.raises(ValueError, match="kv_b_proj must stay in high precision"):
-        check_layers_of(model, config(tmp_path, quant_scheme="FP8_DYNAMIC", use_vllm=True, **of_server))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "kv_b_proj"]])

@@ -23,8 +23,11 @@ from .layer import LowBitLayer
 
 
 # The projections in the rows of each parameter, with the names that llm-compressor writes for every architecture. vLLM
-# reads these names, even if the original checkpoint has others (Mixtral's w1, w3, w2).
+# reads these names, also for Mixtral, whose original checkpoint has others (w1, w3, w2), but not for those below.
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+# Experts whose tensors vLLM (0.31, `ckpt_names` of `lfm2_moe.py`, `minimax_m2.py` and `phimoe.py`) reads as w1, w2 and w3
+# alone. It drops others without a word, and the experts would stay as memory was.
+UNREADABLE = ("Lfm2MoeExperts", "MiniMaxM2Experts", "PhimoeExperts")
 # Attributes by transformers' `use_experts_implementation` of the layout that `QuantExperts.forward` computes. In other
 # layouts the rows of gate and up alternate, rows and columns are exchanged, or there are biases.
 EXPERTS_LAYOUT = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
@@ -131,8 +134,9 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in checkpoint_modules(model):
         if isinstance(module, _ConvNd):  # its kernels have three dimensions, too
             continue
-        parameters = module.parameters(recurse=False)
-        if any(len(shape_of(param)) == 3 and param.is_floating_point() for param in parameters):
+        shapes = [shape_of(param) for param in module.parameters(recurse=False) if param.is_floating_point()]
+        # One matrix alone is no stack: positions and the probe of a vision tower (InternVL, SigLIP).
+        if any(len(shape) == 3 and shape[0] > 1 for shape in shapes):
             yield name, module
 
 

@@ -198,11 +198,13 @@ def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str
     """The adapter as a `PeftModel`, on its base in high precision; `tokenizer` is the folder of the tokenizer."""
     import transformers
     from peft import PeftConfig
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # peft writes it for an adapter without task_type: models with a vision tower are no causal language models.
     written = PeftConfig.from_pretrained(adapter).auto_mapping or {}
     architecture = getattr(transformers, written.get("base_model_class", ""), None)
+    if architecture is None and not _has_parts(adapter):
+        architecture = AutoModelForCausalLM
 
     # Not by PEFT's class for both, which would take a base that lacks weights.
     model = _load_whole(base, architecture, **hub)
@@ -215,6 +217,14 @@ def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str
     elif tokens > model.get_input_embeddings().num_embeddings:
         model.resize_token_embeddings(tokens)
     return _with_adapter(model, adapter)
+
+
+def _has_parts(adapter: str) -> bool:
+    """Whether an adapter is one of a model of several parts, such as a vision tower and a language model."""
+    from ...export.files import shapes_in, weight_files
+
+    names = shapes_in(weight_files(Path(adapter)))
+    return any(".language_model." in name or ".visual." in name for name in names)
 
 
 def _rows_of_embedding(model: Any, adapter: str) -> int | None:

@@ -302,9 +302,9 @@ def _a_sync_follows_a_gradient(run: LoggedRun) -> bool:
     gradients: list[float] = []
     is_logged = False
     for row in sorted(run.log, key=lambda row: row["step"]):
-        # Those of its own line come after the sync.
+        # Those of its own line come after the sync. Of the updates before a first line nothing is known.
         if "quant/flip_frac" in row:
-            if any(gradient != 0 for gradient in gradients):
+            if not gradients or any(gradient != 0 for gradient in gradients):
                 return True
             gradients = []
         gradient = row.get("grad_norm")
