@@ -220,6 +220,12 @@ SECTIONS: dict[str, list[Row]] = {
             "test_experts_of_another_form_are_refused",
             "also if ignored",
         ),
+        Row(
+            "LFM2-MoE, MiniMax-M2, PhiMoE",
+            REFUSED,
+            "test_experts_whose_names_vllm_does_not_read_are_refused",
+            "vLLM would run random experts",
+        ),
         Row("GPT-2 (Conv1D)", REFUSED, "test_matrices_that_are_no_linear_layers_are_named"),
         Row(
             "Gemma-2 with sdpa",

@@ -25,8 +25,8 @@ from .layer import LowBitLayer
 # The projections in the rows of each parameter, with the names that llm-compressor writes for every architecture. vLLM
 # reads these names, also for Mixtral, whose original checkpoint has others (w1, w3, w2), but not for those below.
 PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-# Experts whose tensors vLLM (0.31, `ckpt_names` of `lfm2_moe.py`, `minimax_m2.py` and `phimoe.py`) reads as w1, w2 and w3
-# alone. It drops others without a word, and the experts would stay as memory was.
+# Experts whose tensors vLLM (0.31, `ckpt_names` of `lfm2_moe.py`, `minimax_m2.py` and `phimoe.py`) reads as w1, w2 and
+# w3 alone. It drops others without a word, and the experts would stay as memory was.
 UNREADABLE = ("Lfm2MoeExperts", "MiniMaxM2Experts", "PhimoeExperts")
 # Attributes by transformers' `use_experts_implementation` of the layout that `QuantExperts.forward` computes. In other
 # layouts the rows of gate and up alternate, rows and columns are exchanged, or there are biases.
