@@ -157,6 +157,12 @@ def test_one_matrix_alone_is_no_stack_of_experts():
 
     assert names_of(apply_quantization(model, "W4A16")) == ["up_proj"]
 
+    # Control: by its name one expert is a stack, which is not left in high precision.
+    model = nn.ModuleDict({"embeddings": Embeddings(), "up_proj": nn.Linear(128, 128)})
+    model["embeddings"].down_proj = nn.Parameter(torch.zeros(1, 128, 128))
+    with pytest.raises(ValueError, match="The experts 'embeddings' .* must have the parameters"):
+        apply_quantization(model, "W4A16")
+
 
 # Refusals -----------------------------------------------------------------------------------------------------------
 

@@ -134,10 +134,17 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in checkpoint_modules(model):
         if isinstance(module, _ConvNd):  # its kernels have three dimensions, too
             continue
-        shapes = [shape_of(param) for param in module.parameters(recurse=False) if param.is_floating_point()]
-        # One matrix alone is no stack: positions and the probe of a vision tower (InternVL, SigLIP).
-        if any(len(shape) == 3 and shape[0] > 1 for shape in shapes):
+        if any(_is_stack(local, param) for local, param in module.named_parameters(recurse=False)):
             yield name, module
+
+
+def _is_stack(local: str, param: nn.Parameter) -> bool:
+    """Whether a parameter of a module holds the matrices of experts."""
+    shape = shape_of(param)
+    if len(shape) != 3 or not param.is_floating_point():
+        return False
+    # One matrix under another name: positions and the probe of a vision tower (InternVL, SigLIP).
+    return shape[0] > 1 or local in PROJECTIONS
 
 
 def layout_of(module: nn.Module) -> dict[str, Any]:
