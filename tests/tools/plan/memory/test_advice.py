@@ -42,7 +42,7 @@ def bitsandbytes(monkeypatch):
     """Is not installed here: `optim: adamw_8bit` is refused before a model loads."""
     # In the module that asks for it.
     module = sys.modules[check_arguments.__module__]
-    monkeypatch.setattr(module, "is_bitsandbytes_available", lambda: True)
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
 
 
 def accepted(path, line):
