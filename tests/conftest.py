@@ -95,19 +95,23 @@ def make_model(kind="qwen3", seed=0, dtype=torch.float32, **changes):
     return model
 
 
+# The text model of a model with an eye.
+TEXT_BESIDE_EYE = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
 def make_vision_model(**changes):
     """A Qwen2.5-VL with a text model of one layer and an eye of one; `changes` replace fields of its config."""
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4},
-    }
+    rotation = {"rope_type": "default", "mrope_section": [8, 12, 12], "rope_theta": 1e4}
+    text = TEXT_BESIDE_EYE | {"rope_parameters": rotation}
     eye = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
     torch.manual_seed(0)
     return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=eye, **changes))

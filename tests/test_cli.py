@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_model, make_tokenizer, make_vision_model
+from conftest import TEXT_BESIDE_EYE, make_model, make_tokenizer, make_vision_model
 from safetensors.torch import load_file, save_file
 from slow.toys import stored_tensors
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
@@ -567,18 +567,7 @@ def test_export_of_a_classifier_is_refused(tmp_path):
 
 def test_export_keeps_the_eye_of_a_model_that_transformers_also_has_without(tmp_path):
     """`AutoModelForCausalLM` loads the text model of Qwen3.5 alone."""
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "layer_types": ["full_attention"],
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
+    text = TEXT_BESIDE_EYE | {"head_dim": 64, "layer_types": ["full_attention"]}
     eye = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 128}
     model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=eye))
     model.save_pretrained(tmp_path / "model")
