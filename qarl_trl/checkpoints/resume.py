@@ -205,15 +205,15 @@ def why_never_resumed(args: Any) -> str | None:
     if getattr(args, "teacher_model_kind", None) == "ema":
         return (
             "teacher_model_kind='ema' cannot be resumed: its teacher is in no checkpoint. Set it to 'base', or start "
-            "a new run with the checkpoint as the model."
+            "a new run."
         )
     # transformers saves a dummy in place of an optimizer for each layer, and AdaLomo keeps its moments to itself.
     # Those of GrokAdamW (0.1.2) lie in its groups under parameters, which are others after a load.
     optimizer = getattr(args.optim, "value", args.optim)
     if optimizer.endswith("_layerwise") or optimizer in ("adalomo", "grokadamw"):
         return (
-            f"optim={optimizer!r} cannot be resumed: its state is in no checkpoint. Start a new run with the "
-            "checkpoint as the model, or use another optimizer."
+            f"optim={optimizer!r} cannot be resumed: its state is in no checkpoint. Start a new run, or use "
+            "another optimizer."
         )
     return None
 
@@ -230,7 +230,7 @@ def why_callbacks_forget(callbacks: Sequence[Any]) -> str | None:
         if getattr(callback, "update_ref_model", False) is True:
             return (
                 f"A run with {type(callback).__name__}(update_ref_model=True) cannot be resumed: its reference is in "
-                "no checkpoint. Leave the callback out, or start a new run with the checkpoint as the model."
+                "no checkpoint. Leave the callback out, or start a new run."
             )
     return None
 
@@ -359,8 +359,7 @@ def _check_config(checkpoint: str, before: Mapping[str, Any], now: Mapping[str, 
         if name in before and before[name] != value:
             raise ValueError(
                 f"{checkpoint} is a checkpoint of another run: {name} in the config of the loaded model was "
-                f"{before[name]!r}, and is {value!r}. Load it as that run did, or start a new run with the "
-                "checkpoint as the model."
+                f"{before[name]!r}, and is {value!r}. Load it as that run did, or start a new run."
             )
 
 

@@ -387,8 +387,8 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
         if before != trained:
             raise ValueError(
                 f"{checkpoint} is a checkpoint of another run: its optimizer trained {before} by their names, and "
-                f"this one trains {trained}. Freeze the same parameters, with an equal optimizer, or start a new run "
-                "with the checkpoint as the model."
+                f"this one trains {trained}. Freeze the same parameters, with an equal optimizer, or start a new "
+                "run."
             )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
