@@ -1,5 +1,7 @@
 """
-A kernel for W4A16 on CPUs without AVX-512, where vLLM has none, so that the toy of arms.py runs there too.
+A kernel for W4A16 on CPUs without AVX-512, where vLLM has none, so that arms.py and real_arms.py run there too.
+
+    python benchmarks/portable_engine.py eval ...      `qarl-trl eval ...` with this kernel
 
 It dequantizes the packed weights when they load and multiplies in float32: the engine's own arithmetic for these
 weights, without its rounding of each product's inputs. Only the benchmarks use it.
@@ -16,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_qua
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import scalar_types
 
+from qarl_trl.cli import main
 from qarl_trl.rollout import cpu_support
 
 
@@ -60,3 +63,8 @@ def install() -> None:
     register_linear_kernel(Float32LinearKernel, PlatformEnum.CPU, "mp")
     # What the library refuses such a CPU by.
     cpu_support.AVX512 = ()
+
+
+if __name__ == "__main__":
+    install()
+    main()

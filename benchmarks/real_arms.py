@@ -29,6 +29,7 @@ from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 FOLDER = Path(__file__).resolve().parent / "results" / "real"
+PORTABLE = Path(__file__).with_name("portable_engine.py")
 START = Path("runs/smollm2")
 TIS = {
     "loss_type": "grpo",
@@ -85,9 +86,13 @@ G64: dict[str, Any] = {
     # sums, rounded otherwise.
     "micro": 16,
 }
+CHANNEL: dict[str, Any] = G64 | {"quantization": {"quant_scheme": "W4A16", "quant_group_size": -1}}
 REGIMES: dict[str, dict[str, Any]] = {
     "g64": G64,
-    "channel": G64 | {"quantization": {"quant_scheme": "W4A16", "quant_group_size": -1}},
+    "channel": CHANNEL,
+    # For CPUs without AVX-512: the learner computes in float32, the engine's 4-bit layers too (portable_engine.py), and
+    # all is scored in float32. QaRL's learner is on torch's operations.
+    "channel_portable": CHANNEL | {"portable": True},
     "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}},
     "paper": G64 | {"band": 1e-4},
     # Four times as many updates of a rollout batch: where the toy's learner in bfloat16 fails. Chosen before any arm
@@ -97,6 +102,8 @@ REGIMES: dict[str, dict[str, Any]] = {
     # from the first is distilled afterwards, as it is put through GPTQ.
     "undistilled": G64 | {"distill_again": True},
     "distilled": G64,
+    # What a start scores by AWQ, which is too slow in bfloat16 on the CPUs that these runs had.
+    "g64_portable": G64 | {"portable": True, "awq": 128},
     # Which rate of `RATED` an arm takes: by its rewards, hence on training problems, and nothing is scored.
     "rate_choice": G64 | {"batches": 10, "is_scored": False},
 }
@@ -104,8 +111,8 @@ REGIMES: dict[str, dict[str, Any]] = {
 DISTILL_ON = "answers"
 DISTILL_UPDATES = 90  # of 16 answers: about three passes over the training problems
 BEFORE = "before training"
-# What a cell may score: the trained weights, the low-bit model of its run, by GPTQ, and distilled again.
-MODELS = ("masters", "low_bit", "gptq", "again")
+# What a cell may score: the trained weights, the low-bit model of its run, by GPTQ, by AWQ, and distilled again.
+MODELS = ("masters", "low_bit", "gptq", "awq", "again")
 SAMPLES = 4  # of a held-out problem, at temperature 1
 # How the names of the logged columns begin that a cell keeps.
 KEPT = (
@@ -144,11 +151,15 @@ def train(start: Path, regime: dict[str, Any], arm: dict[str, Any], seed: int, f
         The log by column.
     """
     import common  # sets what torch and vLLM read when they load
+    import portable_engine
     from datasets import load_dataset
     from peft import LoraConfig
 
     from qarl_trl import QaRLConfig, QaRLTrainer
     from qarl_trl.rewards import math_reward
+
+    if regime.get("portable"):
+        portable_engine.install()
 
     adapter = None
     if "lora_base" in arm:
@@ -208,6 +219,8 @@ def settings_of(regime: dict[str, Any], arm: dict[str, Any], seed: int, output_d
         **regime["quantization"],
     }
 
+    if regime.get("portable"):
+        settings |= {"bf16": False, "learner_ops": "stock", "quant_kernel": "dequant"}
     # An arm in bfloat16 has no low bits to set.
     if arm.get("quant_scheme") == "none":
         settings = {name: value for name, value in settings.items() if not name.startswith("quant_")}
@@ -351,9 +364,13 @@ def make_models(folder: Path, start: Path, regime: str, arm: str, scored: Sequen
     if arm == BEFORE or "quant_scheme" in chosen:
         export(folder / "masters", folder / "low_bit", quantization)
     wants_gptq = not scored or "gptq" in scored
+    dtype = "float32" if settings.get("portable") else "bfloat16"
     if "masters" in names and wants_gptq and quantization["quant_scheme"].startswith("W4"):
-        gptq(folder / "masters", folder / "gptq", quantization, start)
+        calibrated("gptq", folder / "masters", folder / "gptq", quantization, start, dtype)
         names.append("gptq")
+    if "awq" in settings:
+        calibrated("awq", folder / "masters", folder / "awq", quantization, start, dtype, settings["awq"])
+        names.append("awq")
     if settings.get("distill_again") and arm != BEFORE:
         distill(folder / "masters", folder / "again", start)
         names.append("again")
@@ -376,7 +393,12 @@ def score(model: Path, regime: dict[str, Any], start: Path, seed: int, greedy: b
         How many answers to each problem are right.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "qarl_trl.cli", "eval", str(model), "--suite", str(start / "test.jsonl")]
+        command = [sys.executable, "-m", "qarl_trl.cli"]
+        if regime.get("portable"):
+            command = [sys.executable, str(PORTABLE)]
+        command += ["eval", str(model), "--suite", str(start / "test.jsonl")]
+        if regime.get("portable"):
+            command += ["--engine_kwargs", '{"dtype": "float32"}']
         if greedy:
             command += ["--k", "1", "--temperature", "0"]
         else:
@@ -412,8 +434,27 @@ def export(model: Path, folder: Path, quantization: dict[str, Any]) -> None:
     subprocess.run(command, check=True)
 
 
-def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -> None:
-    """Quantize a model by llm-compressor's GPTQ, calibrated on the training problems with their solutions."""
+def calibrated(
+    method: str,
+    model: Path,
+    folder: Path,
+    quantization: dict[str, Any],
+    start: Path,
+    dtype: str = "bfloat16",
+    samples: int = 512,
+) -> None:
+    """
+    Quantize a model by llm-compressor, calibrated on the training problems with their solutions.
+
+    Args:
+        method: "gptq" or "awq".
+        model: Its folder.
+        folder: Gets the 4-bit model.
+        quantization: `quant_scheme` and `quant_group_size`.
+        start: Folder with `train.jsonl`.
+        dtype: In which it computes.
+        samples: Problems, at most.
+    """
     lines = []
     for row in solved_problems(start):
         question = {"role": "user", "content": row["problem"]}
@@ -423,7 +464,8 @@ def gptq(model: Path, folder: Path, quantization: dict[str, Any], start: Path) -
     calibration.write_text("".join(lines))
 
     script = EXAMPLES / "llmcompressor" / "ptq.py"
-    command = [sys.executable, str(script), "--model", str(model), "--output", str(folder), "--method", "gptq"]
+    command = [sys.executable, str(script), "--model", str(model), "--output", str(folder), "--method", method]
+    command += ["--dtype", dtype, "--num_samples", str(samples)]
     command += ["--scheme", quantization["quant_scheme"], "--group_size", str(quantization["quant_group_size"])]
     command += ["--dataset", str(calibration), "--columns", "chat"]
     subprocess.run(command, check=True)

@@ -29,7 +29,9 @@ PAGES = (
 END = "<!-- end -->"
 # What a cell's models are called in its file, and in a table's header.
 MODELS = {"masters": "bfloat16", "low_bit": "low bits", "gptq": "GPTQ"}
-AGAIN = {"again": "distilled again"}  # only where the regime asks for it
+# Only where the regime asks for them.
+AGAIN = {"again": "distilled again"}
+AWQ = {"awq": "AWQ"}
 
 # What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that
 # model of an arm.
@@ -276,6 +278,8 @@ def models_of(regime: str) -> dict[str, str]:
     """The models that the cells of a regime have, and their names in a header."""
     if REGIMES[regime].get("distill_again"):
         return MODELS | AGAIN
+    if "awq" in REGIMES[regime]:
+        return MODELS | AWQ
     return MODELS
 
 

@@ -11,7 +11,7 @@ channels often no less. Then train with `model_name_or_path: runs/smoothed`.
 import torch
 from llmcompressor import oneshot
 from llmcompressor.modifiers.transform import SmoothQuantModifier, SpinQuantModifier
-from ptq import calibration_set, make_recipe, parse
+from ptq import calibration_set, make_parser, make_recipe, parse
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qarl_trl.export import check_target
@@ -94,7 +94,7 @@ def fold(model: PreTrainedModel, recipe: list, **data: object) -> PreTrainedMode
 
 def main(argv: list[str] | None = None) -> None:
     """Read the options, fold, compare the log-probs, and save."""
-    args = parse(__doc__, ("smoothquant", "awq", "rotation"), argv)
+    args = parse(make_parser(__doc__, ("smoothquant", "awq", "rotation")), argv)
     check_target(args.output)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows = calibration_set(args, tokenizer)

@@ -65,7 +65,7 @@ def calibration_set(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
     return rows.map(tokenize, remove_columns=rows.column_names)
 
 
-def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argparse.Namespace:
+def make_parser(text: str, methods: tuple[str, ...]) -> argparse.ArgumentParser:
     """The options that both scripts have."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hub id, not quantized")
@@ -77,6 +77,11 @@ def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argpar
     parser.add_argument("--columns", nargs="+", default=["text"], help="joined to one text a row")
     parser.add_argument("--num_samples", type=int, default=512, help="rows")
     parser.add_argument("--max_length", type=int, default=2048, help="tokens of a row")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Read the options, and refuse what neither script can do."""
     args = parser.parse_args(argv)
 
     # Before a model loads: is it a scheme that qarl_trl can train?
@@ -92,7 +97,14 @@ def parse(text: str, methods: tuple[str, ...], argv: list[str] | None) -> argpar
 
 def main(argv: list[str] | None = None) -> None:
     """Read the options, quantize, and check that layers were quantized."""
-    args = parse(__doc__, ("gptq", "awq", "rtn"), argv)
+    parser = make_parser(__doc__, ("gptq", "awq", "rtn"))
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="in which it computes and stores scales; float32 is faster on a CPU without AVX512_BF16",
+    )
+    args = parse(parser, argv)
     check_target(args.output)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
 
@@ -102,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = calibration_set(args, tokenizer)
         data = {"dataset": rows, "num_calibration_samples": len(rows), "max_seq_length": args.max_length}
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     recipe = make_recipe(args.method, args.scheme, args.group_size)
     oneshot(model=model, recipe=recipe, tokenizer=tokenizer, output_dir=args.output, **data)
 
