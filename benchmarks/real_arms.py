@@ -90,8 +90,8 @@ CHANNEL: dict[str, Any] = G64 | {"quantization": {"quant_scheme": "W4A16", "quan
 REGIMES: dict[str, dict[str, Any]] = {
     "g64": G64,
     "channel": CHANNEL,
-    # For CPUs without AVX-512: the learner computes in float32, the engine's 4-bit layers too (portable_engine.py), and
-    # all is scored in float32. QaRL's learner is on torch's operations.
+    # For CPUs without AVX-512: the learner computes in float32, the engine's 4-bit layers too (portable_engine.py),
+    # and all is scored in float32. QaRL's learner is on torch's operations.
     "channel_portable": CHANNEL | {"portable": True},
     "fp8": G64 | {"quantization": {"quant_scheme": "FP8_DYNAMIC"}},
     "paper": G64 | {"band": 1e-4},
