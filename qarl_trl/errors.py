@@ -23,6 +23,7 @@ _ABOUT_A_FILE = {"YAMLError", "JSONDecodeError", "UnicodeDecodeError"}
 # The modules of transformers that use a model's config. transformers accepts any JSON as a config, and fails with any
 # class of error where it first uses a wrong value.
 _USES_A_CONFIG = re.compile(r"(configuration_utils|loading_report|modeling_\w+)\.py$")
+_LONGEST_LINE = 2000  # characters
 # Its functions that make a model, in which other modules and torch use the config.
 _MAKES_A_MODEL = re.compile(r"transformers/.*\.py (from_pretrained|from_config|_from_config)$")
 
@@ -74,8 +75,9 @@ def in_one_line(error: Exception, argv: Sequence[str]) -> str:
         return f"{no_folder[1]!r} is neither a folder here nor a Hub id (user/name)."
 
     if _class_names(error) & _ABOUT_A_FILE:
-        return _with_paths(text, [word for word in argv if os.path.exists(word)])
-    return text
+        text = _with_paths(text, [word for word in argv if os.path.exists(word)])
+    # transformers lists all its models.
+    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE].rpartition(' ')[0]} [...]"
 
 
 def _is_about_the_disk(error: Exception) -> bool:

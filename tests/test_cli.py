@@ -16,10 +16,11 @@ import torch
 from conftest import TEXT_BESIDE_EYE, make_model, make_tokenizer, make_vision_model
 from safetensors.torch import load_file, save_file
 from slow.toys import stored_tensors
-from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration, dynamic_module_utils
 
 from qarl_trl import cli
 from qarl_trl.errors import in_one_line, naming_config
+from qarl_trl.tools.evaluate.checkpoint import check_complete
 
 
 LIBRARIES = ("torch", "transformers", "trl", "vllm", "llmcompressor", "matplotlib", "datasets")
@@ -284,6 +285,8 @@ def test_an_error_about_a_file_names_the_files_of_the_command_line_once(tmp_path
     assert in_one_line(raised.value, argv).startswith(f"{file}: Expecting property name")
     # Control: an error that says more than the content needs no file.
     assert in_one_line(ValueError("title must be short"), argv) == "title must be short"
+    # transformers lists the names of all its models.
+    assert in_one_line(ValueError("one of " + "AConfig, " * 1000), argv).endswith("AConfig, [...]")
 
 
 def test_a_full_disk_is_not_blamed_on_a_config(checkpoint, tmp_path):
@@ -583,6 +586,42 @@ def test_export_keeps_the_eye_of_a_model_that_transformers_also_has_without(tmp_
     kept = stored_tensors(tmp_path / "out")
     assert eyes
     assert all(name in kept for name in eyes)
+
+
+def save_with_a_class_of_its_own(folder):
+    """A model whose config and class are code in its folder, which transformers has not."""
+    model = make_model()
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    (folder / "mine.py").write_text(
+        "import transformers\n\n\n"
+        f"class MyConfig(transformers.{type(model.config).__name__}):\n    model_type = 'mine'\n\n\n"
+        f"class Mine(transformers.{type(model).__name__}):\n    config_class = MyConfig\n"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    names = {"AutoConfig": "mine.MyConfig", "AutoModelForCausalLM": "mine.Mine"}
+    config |= {"model_type": "mine", "architectures": ["Mine"], "auto_map": names}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_export_runs_the_code_of_a_model_where_the_user_trusts_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    save_with_a_class_of_its_own(tmp_path / "own")
+    command = ["export", str(tmp_path / "own"), str(tmp_path / "out")]
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        cli.run(command)
+
+    cli.run([*command, "--trust_remote_code"])
+
+    assert (tmp_path / "out" / "mine.py").is_file()
+    # Nothing of the output needs the folder that it came from.
+    shutil.rmtree(tmp_path / "own")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(model).__name__ == "Mine"
+    # `eval` has the same word for it among the arguments of its engine.
+    check_complete(tmp_path / "out", trust_remote_code=True)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        check_complete(tmp_path / "out")
 
 
 def of_run(checkpoint, folder, **settings):

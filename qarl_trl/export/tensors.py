@@ -77,7 +77,7 @@ class TensorCheck:
     reason: str = ""
 
 
-def check_tensors(folder: str | os.PathLike[str]) -> TensorCheck:
+def check_tensors(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> TensorCheck:
     """
     Refuse a compressed-tensors checkpoint that lacks a tensor, or has one of another shape or dtype.
 
@@ -85,6 +85,7 @@ def check_tensors(folder: str | os.PathLike[str]) -> TensorCheck:
 
     Args:
         folder: A folder with a `config.json` and `*.safetensors`.
+        trust_remote_code: As for `from_pretrained`. Of a model with code of its own, no tensor is known to be missing.
 
     Returns:
         What was checked.
@@ -94,7 +95,7 @@ def check_tensors(folder: str | os.PathLike[str]) -> TensorCheck:
             `config.json` would match endlessly.
     """
     folder = Path(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     raw: dict[str, Any] = getattr(config, "quantization_config", {"quant_method": None})
     if raw["quant_method"] != "compressed-tensors":
         return TensorCheck(Checked.OTHER_METHOD)

@@ -121,7 +121,7 @@ def check_vocabulary(folder: Path, config: PretrainedConfig, prompts: Iterable[S
         )
 
 
-def check_complete(folder: Path) -> None:
+def check_complete(folder: Path, trust_remote_code: bool = False) -> None:
     """
     Refuse missing or cut-off files and, for a compressed-tensors checkpoint, missing or wrong tensors.
 
@@ -129,6 +129,7 @@ def check_complete(folder: Path) -> None:
 
     Args:
         folder: The folder of a model.
+        trust_remote_code: As for `from_pretrained`.
 
     Raises:
         ValueError: if the checkpoint is not complete.
@@ -143,7 +144,7 @@ def check_complete(folder: Path) -> None:
     if missing:
         raise ValueError(f"{folder} lacks {len(missing)} tensors of {index.name} ({missing[0]}). Download it again.")
 
-    check = check_tensors(folder)
+    check = check_tensors(folder, trust_remote_code)
     if check.checked in (Checked.STORED_LAYERS, Checked.NOTHING):
         print(f"{folder}: its tensors are not checked for missing ones, because {check.reason}")
 

@@ -60,11 +60,12 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     if (low_bit / "config.json").is_file():
         print(f"{folder} holds master weights, and they are scored; the low-bit model that was trained is {low_bit}.")
     # An adapter's folder has the tokenizer of the training, which may have another chat template than the base.
-    config = AutoConfig.from_pretrained(folder)
+    trust_remote_code = options.engine_kwargs.get("trust_remote_code", False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     check_sizes(folder, config)
-    tokenizer = AutoTokenizer.from_pretrained(adapter or folder)
+    tokenizer = AutoTokenizer.from_pretrained(adapter or folder, trust_remote_code=trust_remote_code)
     params = _sampling_params(options, tokenizer)
-    check_complete(folder)
+    check_complete(folder, trust_remote_code)
     check_one_model(folder)
     described = precision(config)
     if adapter is not None:

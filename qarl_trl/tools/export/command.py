@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     check_target(args.output)
 
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
-    processing_class = _processing_class(tokenizer_folder(args.checkpoint))
+    processing_class = _processing_class(tokenizer_folder(args.checkpoint), args.trust_remote_code)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     model = source.load()
     is_adapter = is_peft_model(model)
@@ -102,19 +102,19 @@ def main(argv: Sequence[str]) -> None:
     print(f"The low-bit checkpoint is in {args.output}. `qarl-trl push` shares it.")
 
 
-def _processing_class(folder: str) -> Any:
+def _processing_class(folder: str, trust_remote_code: bool) -> Any:
     """The processor of a model for images, as its run saved it; else the tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
     if any(Path(folder, name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         try:
-            return AutoProcessor.from_pretrained(folder)
+            return AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
         except (ImportError, ValueError, AttributeError) as error:
             print(
                 f"The processor of {folder} does not load ({' '.join(str(error).split())[:200]}): the output gets the "
                 "tokenizer alone. Copy the processor's files into it, without which nobody gives it images."
             )
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def _export_parser() -> argparse.ArgumentParser:
@@ -140,6 +140,11 @@ def _export_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--targets", nargs="+", default=DEFAULT_TARGETS, help="modules to quantize (default: Linear)")
     parser.add_argument("--ignore", nargs="+", help="modules not to quantize (default: lm_head and MoE routers)")
+    parser.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="run the code of a model that has its own, which comes with the output",
+    )
     return parser
 
 

@@ -72,7 +72,12 @@ def find_source(args: argparse.Namespace) -> ExportSource:
             f"{checkpoint} has the master weights in FSDP's shards ({shards[0]}), which this command does not read. "
             f"With export_low_bit the low-bit model is in {checkpoint / LOW_BIT_FOLDER}."
         )
-    return _full_checkpoint(args.checkpoint)
+    return _full_checkpoint(args.checkpoint, _loading(args))
+
+
+def _loading(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that the options name."""
+    return {"trust_remote_code": True} if args.trust_remote_code else {}
 
 
 def _named_adapters(checkpoint: Path) -> list[str]:
@@ -120,15 +125,15 @@ def tokenizer_folder(checkpoint: str) -> str:
     return str(folder.parent) if is_adapter and has_one_above and not has_one else checkpoint
 
 
-def _full_checkpoint(name: str) -> ExportSource:
-    """A model with all its weights, in high precision."""
+def _full_checkpoint(name: str, loading: dict[str, Any]) -> ExportSource:
+    """A model with all its weights, in high precision; `loading` are arguments of `from_pretrained`."""
     from ...quant.source import quantized_source
 
-    if quantized_source(name) is not None:
+    if quantized_source(name, **loading) is not None:
         # Rounding low bits once more would give another model than the one that was trained.
         raise ValueError(f"{name} is quantized already. Give the checkpoint that holds the master weights.")
 
-    return ExportSource(base=name, load=partial(_load_whole, name))
+    return ExportSource(base=name, load=partial(_load_whole, name, **loading))
 
 
 def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
@@ -138,7 +143,7 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
     Args:
         name: Its folder or Hub id.
         architecture: Its class; default: that of its config, as in training, or a causal language model.
-        hub: May have the revision.
+        hub: May have the revision and `trust_remote_code`.
     """
     architecture = architecture or _class_of(name, **hub)
     model, report = architecture.from_pretrained(name, dtype="auto", output_loading_info=True, **hub)
@@ -185,7 +190,9 @@ def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
 
     tensor_shapes(adapter)  # refuses a file that is cut off
     base, revision = base_of(Path(adapter))
-    hub = {"revision": revision} if revision else {}
+    hub = _loading(args)
+    if revision:
+        hub["revision"] = revision
     quantized_base = quantized_source(base, **hub)
     if quantized_base is not None:
         return _adapter_of_quantized_base(args, adapter, quantized_base, hub)
@@ -209,7 +216,7 @@ def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str
     # Not by PEFT's class for both, which would take a base that lacks weights.
     model = _load_whole(base, architecture, **hub)
     # As that class does: a training may have added tokens.
-    tokens = len(AutoTokenizer.from_pretrained(tokenizer))
+    tokens = len(AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=hub.get("trust_remote_code", False)))
     # Of an embedding that a script resized, also beyond its tokenizer, the adapter has all rows.
     saved_rows = _rows_of_embedding(model, adapter)
     if saved_rows is not None:
@@ -266,8 +273,8 @@ def _adapter_of_quantized_base(
     args: argparse.Namespace, adapter: str, quantized_base: QuantizedSource, hub: dict[str, Any]
 ) -> ExportSource:
     """
-    A LoRA adapter in the folder `adapter` whose base is a compressed-tensors checkpoint; `hub` has the base's
-    revision, if it has one.
+    A LoRA adapter in the folder `adapter` whose base is a compressed-tensors checkpoint; `hub` are arguments of
+    `from_pretrained` for the base.
     """
     from ...export.files import BASE_CONFIG, check_base
 
