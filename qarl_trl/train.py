@@ -78,6 +78,7 @@ def parse(
     # A dry run makes no trainer, which checks it too.
     check_no_adapter(values["model_name_or_path"])
     _check_switches(values, {field.name for group in groups_of(method) for field in fields(group)})
+    _check_length(values, argv)
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
@@ -147,6 +148,27 @@ def _check_switches(values: Mapping[str, Any], known: Collection[str]) -> None:
         raise ValueError(
             f"eval_strategy must be set beside {', '.join(of_evaluation)}: without it nothing is evaluated. Set "
             "eval_strategy: steps, with eval_steps, or no."
+        )
+
+
+def _check_length(values: Mapping[str, Any], argv: Sequence[str]) -> None:
+    """
+    Refuse epochs on the command line beside a recipe's number of updates, which would count. The other way round a
+    run becomes shorter, as asked.
+
+    Args:
+        values: The keys of the recipe and of the command line.
+        argv: The command line.
+
+    Raises:
+        ValueError: with what to add.
+    """
+    options = {word.partition("=")[0] for word in argv}
+    steps = values.get("max_steps") or -1
+    if "--num_train_epochs" in options and "--max_steps" not in options and steps > 0:
+        raise ValueError(
+            f"--num_train_epochs has no effect beside the recipe's max_steps: {steps}. Add --max_steps -1 to train "
+            "whole epochs."
         )
 
 

@@ -414,6 +414,20 @@ def test_a_setting_without_its_switch_is_refused(base, problems, setting, switch
         parse([*base, *setting, f"--{switch}", value])
 
 
+def test_epochs_on_the_command_line_do_not_lose_to_a_recipe_in_silence(base, tmp_path):
+    recipe = tmp_path / "short.yaml"
+    recipe.write_text("max_steps: 3\nnum_train_epochs: 2\n")
+    command = ["--config", str(recipe), *base]
+    # Of a recipe that has both, one is a default of its base.
+    assert parse(command)[1].max_steps == 3
+
+    with pytest.raises(ValueError, match="no effect beside the recipe's max_steps: 3. Add --max_steps -1"):
+        parse([*command, "--num_train_epochs", "5"])
+
+    _, args, _ = parse([*command, "--num_train_epochs", "5", "--max_steps", "-1"])
+    assert (args.num_train_epochs, args.max_steps) == (5, -1)
+
+
 def test_options_are_texts_lists_switches_and_negative_numbers():
     parser = RecipeParser(groups_of())
 
