@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig
@@ -18,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.checkpoints.folder import read_manifest
+from qarl_trl.checkpoints.rollout_buffer import RolloutBuffer
 from qarl_trl.quant import iter_low_bit_weights, remove_quantization
 from qarl_trl.quant.layers.frozen import adapter_tensors
 
@@ -101,6 +104,34 @@ def test_a_resumed_run_has_its_order_of_prompts_though_a_callback_asked_for_rows
     prompts_of_second, resumed = run(tmp_path / "resumed", str(tmp_path / "checkpoint-5"))
     assert prompts_of_second == prompts_of_both[-len(prompts_of_second) :]
     assert not changed(master_weights(straight), master_weights(resumed))
+
+
+def test_a_resume_within_a_rollout_batch_keeps_the_answers_in_its_files(dense_model, tmp_path, monkeypatch):
+    """The run that resumes samples nothing before the next batch, and TRL would write a file without rows."""
+
+    def answers(folder: Path, step: int) -> list[dict[str, Any]]:
+        return pandas.read_parquet(folder / "completions" / f"completions_{step:05d}.parquet").to_dict("records")
+
+    def answers_after_resume(folder: Path) -> list[dict[str, Any]]:
+        # As after a kill: the files of the first run are there.
+        shutil.copytree(tmp_path / "a", folder)
+        make(dense_model, folder, **settings).train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        return answers(folder, 3)
+
+    settings = {"steps_per_generation": 4, "log_completions": True, "save_strategy": "steps", "save_steps": 2}
+    make(dense_model, tmp_path / "a", **settings).train()
+    expected = answers(tmp_path / "a", 3)
+    assert expected
+
+    assert answers_after_resume(tmp_path / "b") == expected
+    # A checkpoint may not hold them: a reward logged a type that no file gives back.
+    monkeypatch.setattr(RolloutBuffer, "_logged_rows", lambda self: None)
+    shutil.rmtree(tmp_path / "a")
+    make(dense_model, tmp_path / "a", **settings).train()
+    assert answers_after_resume(tmp_path / "c") == expected
+    # Control: TRL's own file.
+    monkeypatch.setattr(RolloutBuffer, "has_rows_to_log", True)
+    assert answers_after_resume(tmp_path / "d") == []
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ class RolloutBuffer:
       first one.
     - `_step`: number of micro-batches trained so far, by which TRL takes the next one from the buffer.
     - `_last_loaded_step`: the optimizer step of the last weight sync; only with an engine.
+    - `_logs`: prompts, answers, rewards and advantages of the rollout batch, which `log_completions` writes into a file
+      at each log line.
 
     SFT and DPO have none of them, because they sample nothing.
 
@@ -103,20 +105,48 @@ class RolloutBuffer:
             )
         self._was_checked = True
 
-    def dump(self) -> tuple[int, int, Any]:
+    def dump(self) -> tuple[int, int, Any, dict[str, Any] | None]:
         """
         What a checkpoint must store.
 
         Returns:
-            The number of micro-batches trained so far, the step of sampling, and the micro-batches of the rollout
-            batch. Between two rollout batches the first is 0 and the last `None`: nothing of the batch is needed
-            again, and the next may be divided otherwise.
+            The number of micro-batches trained so far, the step of sampling, the micro-batches of the rollout batch,
+            and what `log_completions` writes of it. Between two rollout batches the first is 0 and the last two are
+            `None`: nothing of the batch is needed again, and the next may be divided otherwise.
         """
         if not self.in_batch:
-            return 0, self.step_of_sampling, None
-        return self._trainer._step, self.step_of_sampling, self._trainer._buffered_inputs
+            return 0, self.step_of_sampling, None, None
+        return self._trainer._step, self.step_of_sampling, self._trainer._buffered_inputs, self._logged_rows()
 
-    def load(self, step: int, step_of_sampling: int, micro_batches: Any) -> None:
+    @property
+    def has_rows_to_log(self) -> bool:
+        """Whether `log_completions` has anything to write."""
+        # GOLD keeps its rows elsewhere.
+        logs = getattr(self._trainer, "_logs", None)
+        return logs is None or bool(logs["prompt"])
+
+    def _logged_rows(self) -> dict[str, Any] | None:
+        """What `log_completions` writes of the rollout batch; `None` if nothing does, or a file could not store it."""
+        trainer = self._trainer
+        # All processes have the rows of all, and the first writes them.
+        if not getattr(trainer, "log_completions", False) or not trainer.accelerator.is_main_process:
+            return None
+
+        rows: dict[str, Any] = {}
+        for name, values in getattr(trainer, "_logs", {}).items():
+            if name == "images":
+                continue
+            # Rewards and columns of one's own have a list for each name.
+            if isinstance(values, Mapping):
+                rows[name] = {column: list(of_column) for column, of_column in values.items()}
+            else:
+                rows[name] = list(values)
+        # Prompts may have images, and a reward function may log any type.
+        return None if _types_that_no_file_gives_back(rows) else rows
+
+    def load(
+        self, step: int, step_of_sampling: int, micro_batches: Any, logged_rows: dict[str, Any] | None = None
+    ) -> None:
         """
         Continue at the place of a checkpoint.
 
@@ -124,10 +154,18 @@ class RolloutBuffer:
             step: Number of micro-batches trained so far, from [`dump`].
             step_of_sampling: The optimizer step at which the rollout batch was sampled, from [`dump`].
             micro_batches: The rollout batch, from [`dump`].
+            logged_rows: What `log_completions` writes of it, from [`dump`]; earlier checkpoints lack it.
         """
         self.step_of_sampling = step_of_sampling
         self._trainer._step = step
         self._trainer._buffered_inputs = micro_batches
+
+        for name, values in (logged_rows or {}).items():
+            if isinstance(values, Mapping):
+                for column, of_column in values.items():
+                    self._trainer._logs[name][column].extend(of_column)
+            else:
+                self._trainer._logs[name].extend(values)
 
     def forget(self) -> None:
         """Sample a new rollout batch next, after a weight sync."""

@@ -329,6 +329,21 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
             stored = torch.load(file, map_location=self.accelerator.device, weights_only=True)
             self._rollout_buffer.load(*stored)
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """
+        The Trainer's method. With `log_completions` TRL writes the answers of the rollout batch into a file of each log
+        line; without any, after a resume from a checkpoint that could not store them, it would empty the file that the
+        run wrote before.
+        """
+        writes = getattr(self, "log_completions", False)
+        if writes and not self._rollout_buffer.has_rows_to_log:
+            self.log_completions = False
+        try:
+            super().log(logs, start_time)
+        finally:
+            if writes:
+                self.log_completions = True
+
     @cached_property
     def _rollout_buffer(self) -> RolloutBuffer:
         """TRL's buffer of completions in this trainer."""

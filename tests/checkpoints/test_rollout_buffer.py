@@ -32,7 +32,7 @@ def test_only_a_rollout_batch_that_is_not_used_up_is_stored(step, in_batch):
 
     assert buffer.in_batch is in_batch
     # At a batch's end 0, because the next may have another number of micro-batches.
-    assert buffer.dump() == ((step, 5, ["a", "b", "c"]) if in_batch else (0, 5, None))
+    assert buffer.dump() == ((step, 5, ["a", "b", "c"], None) if in_batch else (0, 5, None, None))
 
 
 @pytest.mark.parametrize(
