@@ -52,6 +52,12 @@ REPLACED_BY_TBPO = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
+    "sapo_temperature_neg",
+    "sapo_temperature_pos",
+    "vespo_k_pos",
+    "vespo_lambda_pos",
+    "vespo_k_neg",
+    "vespo_lambda_neg",
 )
 
 

@@ -130,7 +130,7 @@ def _check_switches(values: Mapping[str, Any], known: Collection[str]) -> None:
             "is made. Set use_peft: true, or false to train all weights."
         )
 
-    of_engine = [name for name in are_set if name.startswith("vllm_")]
+    of_engine = [name for name in are_set if name.startswith("vllm_") or name == "verify_sync"]
     if of_engine and "use_vllm" in known and "use_vllm" not in are_set:
         raise ValueError(
             f"use_vllm must be set beside {', '.join(of_engine)}: without it transformers samples, and no engine "

@@ -64,6 +64,9 @@ def test_defaults_sample_from_the_distribution_that_the_learner_scores(tmp_path)
         ({"neftune_noise_alpha": 5.0, "loss_type": "grpo"}, "neftune_noise_alpha"),
         ({"epsilon": 0.1}, "epsilon"),
         ({"delta": 2.0}, "delta"),
+        # Of other losses of TRL.
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos"),
+        ({"vespo_k_neg": 2.0}, "vespo_k_neg"),
         ({"importance_sampling_level": "sequence"}, "importance_sampling_level"),
         ({"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_mode"),
         (VLLM | {"top_p": 0.9}, "top_p"),

@@ -33,8 +33,8 @@ class RolloutBuffer:
       first one.
     - `_step`: number of micro-batches trained so far, by which TRL takes the next one from the buffer.
     - `_last_loaded_step`: the optimizer step of the last weight sync; only with an engine.
-    - `_logs`: prompts, answers, rewards and advantages of the rollout batch, which `log_completions` writes into a file
-      at each log line.
+    - `_logs`: prompts, answers, rewards and advantages of the rollout batch, which `log_completions` writes into a
+      file at each log line.
 
     SFT and DPO have none of them, because they sample nothing.
 

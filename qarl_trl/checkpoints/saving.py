@@ -331,9 +331,9 @@ class CheckpointMixin(DataOrderMixin, ModelMixin):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """
-        The Trainer's method. With `log_completions` TRL writes the answers of the rollout batch into a file of each log
-        line; without any, after a resume from a checkpoint that could not store them, it would empty the file that the
-        run wrote before.
+        The Trainer's method. With `log_completions` TRL writes the answers of the rollout batch into a file of each
+        log line; without any, after a resume from a checkpoint that could not store them, it would empty the file that
+        the run wrote before.
         """
         writes = getattr(self, "log_completions", False)
         if writes and not self._rollout_buffer.has_rows_to_log:

@@ -59,7 +59,10 @@ FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
 # Arguments of sampling that are known by their names, and why they cannot be the user's: of a request to a server, and
 # of transformers.
 ANSWERS = "TRL expects one answer to each copy of a prompt, and num_generations says how many"
-REFUSED_OF_VLLM = {"n": ANSWERS}
+REFUSED_OF_VLLM = {
+    "n": ANSWERS,
+    "logprobs": "of several candidates TRL takes the log-prob of the likeliest one for that of the sampled token",
+}
 REFUSED_OF_SERVER = REFUSED_OF_VLLM | {
     "truncate_prompt_tokens": "the engine would answer a part of the prompt that the learner scores"
 }
@@ -254,8 +257,26 @@ def _check_numbers(args: RunSettings) -> None:
     pairs = str(args.optim_args).split(",") if args.optim_args else []
     if any(pair.count("=") != 1 for pair in pairs):
         raise ValueError(f"optim_args must be name=value pairs with commas between them, got {args.optim_args!r}.")
+    if isinstance(args, (GRPOConfig, RLOOConfig)):
+        _check_unread(args)
     if args.save_strategy == "steps" and not args.save_steps > 0:
         raise ValueError(f"save_steps must be above 0, got {args.save_steps}: no checkpoint would be written.")
+
+
+def _check_unread(args: GRPOConfig | RLOOConfig) -> None:
+    """Refuse (`ValueError`) settings of transformers' Trainer that trainers which sample have and do not read."""
+    if args.train_sampling_strategy != "random":
+        raise ValueError(
+            f"train_sampling_strategy must be random, got {args.train_sampling_strategy!r}: TRL orders the prompts by "
+            "itself. shuffle_dataset: false keeps their order."
+        )
+    if args.label_smoothing_factor:
+        raise ValueError(f"label_smoothing_factor must be 0, got {args.label_smoothing_factor}: there are no labels.")
+    if args.include_for_metrics:
+        raise ValueError(
+            f"include_for_metrics must be empty, got {args.include_for_metrics}: an evaluation of sampled answers "
+            "computes no metrics from inputs, and ends in an error of transformers."
+        )
 
 
 def _check_reward_weights(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
@@ -341,6 +362,14 @@ def _check_sampling_arguments(args: RunSettings) -> None:
     unknown = sorted(set(of_run) - known)
     if unknown:
         raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
+    # A distillation compares whole distributions, at a temperature of their own.
+    temperature = of_run.get("temperature")
+    has_ratios = isinstance(args, (GRPOConfig, RLOOConfig)) and args.quantized
+    if has_ratios and temperature not in (None, args.temperature):
+        raise ValueError(
+            f"generation_kwargs sets temperature={temperature}, at which the answers would be sampled, and the "
+            f"learner would score them at {args.temperature}. Set the field temperature."
+        )
     for name, reason in refused.items():
         # One answer is what TRL asks for, too. A server gets a group in one request.
         is_neutral = reason == ANSWERS and of_run.get(name) == 1 and not uses_server(args)

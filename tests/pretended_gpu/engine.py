@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,16 +68,16 @@ class Engine:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        from qarl_trl.rollout.vllm import reload_stacks, reloading
+        from qarl_trl.rollout.vllm import reloading
 
         # What vLLM's `reload_weights` does in a worker, of which there is none here.
-        def reload() -> None:
+        def reload(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(reload_stacks.load_stacks(self.model, weights.items()))
+            self.model.load_weights(stream)
             finalize_layerwise_reload(self.model, self._settings.model_config)
 
         with set_current_vllm_config(self._settings), cuda(self._capability):
-            reloading.reload_model(self.model, reload)
+            reloading.reload_model(self.model, weights.items(), reload)
 
     def sleep(self) -> None:
         """Fill memory as a sleep of level 2 leaves it: with anything, but in buffers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -176,6 +177,40 @@ def test_an_incomplete_sync_stops_the_run(engine):
         tensors = 3 if lost == merged else 2
         assert f"kept old values for {tensors} tensors" in messages[lost]
         assert f"model.layers.1.{merged}.weight_packed" in messages[lost]
+
+
+# A bias that vLLM's model does not have ------------------------------------------------------------------------------
+
+
+def _sync_with_a_bias_more(model: str, folder: str) -> list[str]:
+    """What syncs of a Qwen3 say whose `o_proj` has a bias, at 0 and beyond: vLLM's class has those of q, k and v."""
+    from transformers import AutoModelForCausalLM
+
+    biased = AutoModelForCausalLM.from_pretrained(model, attention_bias=True)
+    biased.save_pretrained(folder)
+    for file in Path(model).glob("*token*"):
+        shutil.copy(file, folder)
+
+    trainer = make_trainer(folder, Path(folder, "run"), quant_scheme="FP8_DYNAMIC")
+    parameters = dict(trainer.model.named_parameters())
+    messages = []
+    for name, value in (("q_proj", 0.0), ("q_proj", 0.1), ("o_proj", 0.1)):
+        with torch.no_grad():
+            parameters[f"model.layers.1.self_attn.{name}.bias"].fill_(value)
+        try:
+            trainer.vllm_generation.sync_weights()
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_bias_without_a_place_in_the_engine_stops_the_run(tmp_path):
+    at_start, of_q, of_o = isolated(_sync_with_a_bias_more, save_model(tmp_path / "model"), str(tmp_path / "biased"))
+
+    # Before training it is 0 and changes nothing. One that vLLM has may have any value.
+    assert at_start == of_q == ""
+    assert "no place for 1 biases of this model, first model.layers.1.self_attn.o_proj.bias" in of_o
 
 
 # Memory that CUDA graphs read ----------------------------------------------------------------------------------------

@@ -150,6 +150,12 @@ WITH_SERVER = {
         # In one request for all answers of a group.
         (WITH_SERVER, "n", 1),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "n", 2),
+        # TRL reads the log-prob of the first candidate, which is the likeliest.
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "logprobs", 3),
+        (WITH_SERVER, "logprobs", 3),
+        # The learner scores at the field's.
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "temperature", 0.5),
+        ({"use_vllm": False}, "temperature", 0.5),
         ({"use_vllm": False}, "num_return_sequences", 2),
         ({"use_vllm": False}, "stop_strings", ["\n"]),
     ],
@@ -162,8 +168,20 @@ def test_arguments_of_sampling_that_trl_cannot_have_are_refused(tmp_path, engine
 
     # Controls: none of them, and one answer to each prompt.
     check_arguments("org/model", config(tmp_path, **settings), {})
-    if name == "num_return_sequences":
+    if name in ("num_return_sequences", "temperature"):
         check_arguments("org/model", config(tmp_path, **settings, generation_kwargs={name: 1}), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("train_sampling_strategy", "sequential"), ("label_smoothing_factor", 0.1), ("include_for_metrics", ["inputs"])],
+)
+def test_what_a_trainer_that_samples_does_not_read_is_refused(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        check_arguments("org/model", config(tmp_path, **{name: value}), {})
+
+    # Control: SFT reads them.
+    check_arguments("org/model", LowBitSFTConfig(str(tmp_path), use_cpu=True, bf16=False, **{name: value}), {})
 
 
 @pytest.mark.parametrize(

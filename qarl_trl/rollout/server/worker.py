@@ -11,14 +11,12 @@ random weights has none, and it is `None` during a sync and after one that faile
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 from ...cpu_exact.arithmetic import choose_arithmetic
 from ..vllm import adapters, reloading
 from ..vllm.attention_scales import keep_cache_scales
 from ..vllm.platform import is_cpu_engine
-from ..vllm.reload_stacks import load_stacks
 from .facts import engine_facts
 from .files import folder_of, read_parts
 
@@ -86,8 +84,9 @@ class WorkerExtension:
         if files:
             weights = adapters.inside_wrappers(model, tensors) if has_adapter else tensors
             has_graphs = not self.vllm_config.model_config.enforce_eager
-            reload = partial(self.reload_weights, weights_iterator=load_stacks(model, weights))
-            reloading.reload_model(model, reload, has_graphs)
+            reloading.reload_model(
+                model, weights, lambda stream: self.reload_weights(weights_iterator=stream), has_graphs
+            )
         if has_adapter:
             adapters.load_adapter(model, self.add_lora, folder_of(sync_folder, version))
         model.qarl_version = version

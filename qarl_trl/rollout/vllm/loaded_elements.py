@@ -1,9 +1,13 @@
-"""Which parameters of an engine a reload has filled.
+"""Which parameters of an engine a reload has filled, and which tensors it has left out.
 
 For a stream that lacks tensors vLLM only logs a warning, or takes the missing part of a merged layer (q, k, v; gate,
 up; all experts) for padding, and computes with old memory. It counts the elements that its loaders copy
 (`get_numel_loaded` in `model_loader/reload/meta.py`), but for each layer, and then forgets the number. So that
 function is wrapped here, and the elements of each parameter are counted.
+
+Biases are the other way round: a model of vLLM may have fewer than that of transformers (Qwen3's `o_proj`), and vLLM
+skips a tensor with such a name without a word (`AutoWeightsLoader` in `models/utils.py`), because checkpoints of GPTQ
+have empty ones.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +52,30 @@ class LoadedElements:
         self._model = model
         self._load = load
         self._elements: Counter[int] = Counter()
+        self._calls = 0
+        self._calls_of: Counter[int] = Counter()
+        self._biases_of_stream = 0
+        # With a value that counts, and without a call of a loader while vLLM had it.
+        self._left_out: list[str] = []
+
+    def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """A stream of tensors, while it is noted which biases vLLM loads."""
+        for name, tensor in weights:
+            calls_before = self._calls
+            yield name, tensor
+
+            # vLLM asks for the next tensor when it has loaded this one.
+            if name.endswith("bias"):
+                self._biases_of_stream += 1
+                if self._calls == calls_before and tensor.any():
+                    self._left_out.append(name)
+
+    def left_out(self) -> list[str]:
+        """The names of the biases that reached no parameter; those that are zero, as before training, do no harm."""
+        biases = {id(place.parameter) for name, place in self.places.items() if name.endswith("bias")}
+        loaded = sum(self._calls_of[bias] for bias in biases)
+        # A model that keeps tensors and loads them later loads as many as it gets.
+        return self._left_out if loaded < self._biases_of_stream else []
 
     def load(self, loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
         """Stands for vLLM's `get_numel_loaded`: run a loader with the arguments `call`, and count."""
@@ -56,6 +84,8 @@ class LoadedElements:
             self.places = _places(self._model)
 
         elements, result = self._load(loader, call)
+        self._calls += 1
+        self._calls_of[id(call.arguments["param"])] += 1
         # vLLM counts copied elements. It fills scalars instead, so a scalar would count 0.
         self._elements[id(call.arguments["param"])] += max(elements, 1)
         return elements, result

@@ -20,9 +20,8 @@ And it takes Python's time for each expert: `reload_stacks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -53,22 +52,29 @@ def reload_engine(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     worker = llm.llm_engine.model_executor.driver_worker
     has_graphs = not llm.llm_engine.vllm_config.model_config.enforce_eager
     model = engine_model(llm)
-    reload_model(model, partial(worker.reload_weights, weights_iterator=load_stacks(model, weights)), has_graphs)
+    reload_model(model, weights, lambda stream: worker.reload_weights(weights_iterator=stream), has_graphs)
 
 
-def reload_model(model: torch.nn.Module, reload: Callable[[], None], has_graphs: bool = True) -> None:
+def reload_model(
+    model: torch.nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    reload: Callable[[Iterator[tuple[str, Tensor]]], None],
+    has_graphs: bool = True,
+) -> None:
     """
     Run vLLM's reload of an engine's model, and check that every parameter was loaded completely.
 
     Args:
         model: The engine's model.
-        reload: Calls vLLM's reload of this model with a stream of weights.
+        weights: Names and tensors of a whole checkpoint.
+        reload: Calls vLLM's reload of this model with the stream of tensors that it gets.
         has_graphs: Whether the engine may have captured graphs, which go on reading the tensors of before. An eager
             engine takes the new kernels of experts as vLLM makes them.
 
     Raises:
         RuntimeError: if the stream lacks elements of a parameter. vLLM only logs that, or takes the missing part of a
-            merged layer (q, k, v; gate, up; all experts) for padding, and computes with old memory.
+            merged layer (q, k, v; gate, up; all experts) for padding, and computes with old memory. Also if the
+            engine has no place for a bias, without which it would compute.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -82,7 +88,7 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None], has_graphs:
         biases_of_checkpoint(),
         keep_expert_kernels(model) if has_graphs else nullcontext(),
     ):
-        reload()
+        reload(load_stacks(model, loaded.watched(weights)))
 
     reset_cache_scales(model)
 
@@ -95,6 +101,14 @@ def reload_model(model: torch.nn.Module, reload: Callable[[], None], has_graphs:
         raise RuntimeError(
             f"The engine kept old values for {len(missing)} tensors, first {missing[:3]}: "
             "the synced stream does not have them. The engine would answer from a mix of old and new weights."
+        )
+
+    left_out = loaded.left_out()
+    if left_out:
+        raise RuntimeError(
+            f"vLLM {installed_version('vllm')} has no place for {len(left_out)} biases of this model, first "
+            f"{left_out[0]}: it skips them without a word, and the engine would answer without them. Train a model "
+            "without these biases, or sample by transformers (use_vllm: false)."
         )
 
 

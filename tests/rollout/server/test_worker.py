@@ -33,7 +33,7 @@ def worker(tmp_path, monkeypatch):
     worker.seen = []
     worker.fails = False
 
-    def reload(model, run, has_graphs):
+    def reload(model, weights, run, has_graphs):
         worker.seen.append(model.qarl_version)
         if worker.fails:
             # As `reload_model` says that a tensor is missing: some of the weights are then new.

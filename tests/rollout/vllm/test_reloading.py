@@ -64,12 +64,12 @@ def reload(tied=False, lost=()):
     record_metadata_for_reloading(model)
     stream = [(name, torch.ones(2, 3)) for name in ("embed.weight", "gate", "up", "head.weight") if name not in lost]
 
-    def run():
+    def run(watched):
         initialize_layerwise_reload(model)
-        model.load_weights(stream)
+        model.load_weights(watched)
         finalize_layerwise_reload(model, None)
 
-    reloading.reload_model(model, run)
+    reloading.reload_model(model, stream, run)
     return model
 
 
@@ -95,10 +95,54 @@ def test_a_tied_weight_needs_one_of_its_names():
         reload(tied=True, lost=["head.weight", "embed.weight"])
 
 
+class WithBiases(Model):
+    """One layer has a bias, and what the checkpoint has of others is skipped, as vLLM's models do."""
+
+    def __init__(self, keeps=False):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.keeps = keeps
+
+    def load_weights(self, stream):
+        # Some models of vLLM look at all tensors first.
+        tensors = list(stream) if self.keeps else stream
+        super().load_weights((name, tensor) for name, tensor in tensors if name != "merged.bias")
+
+
+@pytest.mark.parametrize(
+    ("biases", "keeps", "is_refused"),
+    [
+        ({"head.bias": 1.0}, False, False),
+        ({"head.bias": 1.0}, True, False),
+        # As before training. It changes nothing.
+        ({"head.bias": 1.0, "merged.bias": 0.0}, False, False),
+        ({"head.bias": 1.0, "merged.bias": 1.0}, False, True),
+        ({"head.bias": 0.0, "merged.bias": 1.0}, True, True),
+    ],
+)
+def test_a_bias_that_the_engine_has_no_place_for_is_an_error(biases, keeps, is_refused):
+    model = WithBiases(keeps)
+    record_metadata_for_reloading(model)
+    stream = [(name, torch.ones(2, 3)) for name in ("embed.weight", "gate", "up", "head.weight")]
+    stream += [(name, torch.full((2,), value)) for name, value in biases.items()]
+
+    def run(watched):
+        initialize_layerwise_reload(model)
+        model.load_weights(watched)
+        finalize_layerwise_reload(model, None)
+
+    if not is_refused:
+        reloading.reload_model(model, stream, run)
+        assert (model.head.bias == 1).all()
+        return
+    with pytest.raises(RuntimeError, match="no place for . biases of this model, first .*bias"):
+        reloading.reload_model(model, stream, run)
+
+
 def test_an_engine_that_does_not_load_is_an_error():
     # A reload that does nothing. Without the error nothing would be checked, and all would look well.
     with pytest.raises(RuntimeError, match="reloaded without its loaders"):
-        reloading.reload_model(Model(), lambda: None)
+        reloading.reload_model(Model(), (), lambda stream: None)
 
 
 # The cache ------------------------------------------------------------------------------------------------------
