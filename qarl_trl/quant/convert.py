@@ -12,6 +12,7 @@ from typing import Any
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from torch import nn
 
+from .biases import warn_of_biases
 from .gemms.gemm import GemmChoice, plain_gemm
 from .kv_cache import attend_without_cache
 from .layers.experts import QuantExperts
@@ -85,6 +86,7 @@ def apply_quantization(
     check_model(model)
     layers = match_layers(model, plan)
     check_layers(model, layers, frozen)
+    warn_of_biases(model)
 
     store = LowBitStore(model)
     for layer in layers:

@@ -1,0 +1,26 @@
+"""`qarl_trl.quant.biases`: what vLLM's models have no place for. With an engine: tests/slow/test_engine_syncs.py."""
+
+import warnings
+
+import pytest
+from conftest import make_model
+from peft import LoraConfig, get_peft_model
+
+from qarl_trl.quant import apply_quantization
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_biases_that_vllm_skips_are_named(with_adapter):
+    model = make_model("qwen3", attention_bias=True)
+    if with_adapter:
+        model = get_peft_model(model, LoraConfig(target_modules=["o_proj"]))
+
+    with pytest.warns(UserWarning, match=r"no place for \d biases of this model, first .*layers.0.self_attn.o_proj"):
+        apply_quantization(model, "FP8_DYNAMIC")
+
+
+@pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("qwen2", {}), ("llama", {"attention_bias": True})])
+def test_biases_that_vllm_has_are_not(family, changes):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        apply_quantization(make_model(family, **changes), "FP8_DYNAMIC")
