@@ -51,7 +51,7 @@ class Hub:
     def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
         """The content of a branch, or of the id under which the main one is downloaded."""
         # The client asks for the branch once, and then for files of the commit that it was at.
-        if branch == _sha(repo):
+        if branch == commit_of(repo):
             branch = "main"
         return self.branches[repo][branch][-1].files
 
@@ -109,7 +109,13 @@ class Hub:
 
         # No action, or a revision: what is there to download.
         siblings = [{"rfilename": name} for name in self.files(repo)]
-        return 200, {"id": repo, "sha": _sha(repo), "siblings": siblings, "private": self.private[repo], "tags": []}
+        return 200, {
+            "id": repo,
+            "sha": commit_of(repo),
+            "siblings": siblings,
+            "private": self.private[repo],
+            "tags": [],
+        }
 
     def _tree(self, repo: str, argument: str) -> Answer:
         # A folder, such as one of chat templates; no model here has any.
@@ -142,10 +148,10 @@ class Hub:
                 del files[value["path"]]
 
         self.branches[repo][branch].append(Commit(message, files))
-        return 200, {"commitOid": _sha(repo), "commitUrl": f"{self.url}/{repo}/commit/{_sha(repo)}"}
+        return 200, {"commitOid": commit_of(repo), "commitUrl": f"{self.url}/{repo}/commit/{commit_of(repo)}"}
 
 
-def _sha(repo: str) -> str:
+def commit_of(repo: str) -> str:
     """Stands for the id of each commit."""
     return hashlib.sha1(repo.encode()).hexdigest()
 
@@ -168,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
         # The client refuses a file that does not say of which commit it is.
         if "/resolve/" in self.path:
             _, owner, name, *_ = self.path.split("/")
-            self.send_header("X-Repo-Commit", _sha(f"{owner}/{name}"))
+            self.send_header("X-Repo-Commit", commit_of(f"{owner}/{name}"))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(raw)

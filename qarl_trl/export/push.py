@@ -137,7 +137,7 @@ def push(
     files: dict[str, Any] = model_files(folder)
     if CARD in files:
         # The card here may name another repository, to which the model was pushed before.
-        files[CARD] = addressed(files[CARD].read_bytes(), name)
+        files[CARD] = addressed(files[CARD].read_bytes(), name, revision)
     files |= replaced or {}
 
     with _errors_named(name, api, _ways_on(folder, name, revision)):

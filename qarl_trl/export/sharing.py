@@ -172,8 +172,9 @@ class SharingMixin:
 
         replaced: dict[str, bytes] = {}
         if self.args.frozen and not self.args.from_checkpoint:
-            base = self._push_base(commit_message, target)
-            replaced[ADAPTER_CONFIG] = self._adapter_config(base, target.revision)
+            base, commit = self._push_base(commit_message, target)
+            # Not its branch, to which a later run may push another base.
+            replaced[ADAPTER_CONFIG] = self._adapter_config(base, commit)
         elif self.args.frozen and self._facts_of_base["base_id"] is None:
             # The file on this machine names the folder.
             replaced[ADAPTER_CONFIG] = self._adapter_config(self._frozen_base, None)
@@ -189,18 +190,18 @@ class SharingMixin:
         private = self.args.hub_private_repo
         return open_repo(repository, target.token, private, target.revision, saved_in=self._model_output)
 
-    def _push_base(self, commit_message: str, target: _Target) -> str:
-        """Push the base that the run quantized to a repository of its own, and return that repository's name."""
+    def _push_base(self, commit_message: str, target: _Target) -> tuple[str, str]:
+        """Push the base that the run quantized to a repository of its own; that repository's name, and the commit."""
         # vLLM and transformers load a base and its adapter by two names.
         folder = Path(self.args.output_dir, BASE_FOLDER)
         repository = self._open(self._frozen_base, target)
 
         write_card(folder, repository, **self._facts_of_base)
-        self._push(folder, repository, commit_message, {}, target)
-        return repository
+        commit = self._push(folder, repository, commit_message, {}, target)
+        return repository, commit.oid
 
     def _adapter_config(self, base: str, revision: str | None) -> bytes:
-        """The adapter's configuration for the Hub, where it names the base's repository and its branch."""
+        """The adapter's configuration for the Hub, where it names the base's repository and its commit."""
         # The file on this machine names the base's folder, so the files here and those on the Hub are independent.
         config = json.loads(Path(self.args.output_dir, ADAPTER_CONFIG).read_text())
         config["base_model_name_or_path"] = base

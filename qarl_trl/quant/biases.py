@@ -70,7 +70,7 @@ def warn_of_biases(model: nn.Module) -> None:
         # Of Python: an export has no run, and so no logger of accelerate.
         warnings.warn(
             f"vLLM 0.31 has no place for {len(names)} biases of this model, first {names[0]}: from a low-bit "
-            "checkpoint it skips them without a word, and answers without them. transformers loads them. A run with an "
-            "engine stops as soon as one is not 0.",
+            "checkpoint it skips them without a word, and answers without them. transformers loads them. A run with "
+            "an engine stops as soon as one is not 0.",
             stacklevel=2,
         )

@@ -29,7 +29,7 @@ from .layers.layer import quantized_modules
 from .names import base_model, checkpoint_modules, checkpoint_renaming, is_peft_model
 from .patterns import check_patterns, patterns_of
 from .quantize import PACKED_TOGETHER
-from .scheme import ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
+from .scheme import INDEXERS, ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
 from .sharding.shards import shape_of
 
 
@@ -318,10 +318,13 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: lis
 
     # A quant_ignore of the user's replaces the default.
     routers = match_targets(layer.name, layer.base, ROUTERS)
-    if routers:
+    indexers = match_targets(layer.name, layer.base, INDEXERS)
+    if routers or indexers:
+        chosen = "weighs experts" if routers else "chooses the tokens of attention"
+        patterns = ", ".join(map(repr, routers[:1] or INDEXERS))
         raise ValueError(
-            f"{layer.name!r} must stay in high precision, as engines have it: it weighs experts. Add {routers[0]!r} "
-            "to quant_ignore."
+            f"{layer.name!r} must stay in high precision, as engines have it: it {chosen}. Add {patterns} to "
+            "quant_ignore."
         )
 
     for parameter, names in layer.weights.items():

@@ -36,6 +36,8 @@ ROUTERS = (
     r"re:.*shared_expert_gate$",
 )
 DEFAULT_IGNORE = ("lm_head", *ROUTERS)
+# What chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-MoE-DSA): vLLM has the two as one matrix in bfloat16.
+INDEXERS = (r"re:.*\.indexer\.wk$", r"re:.*\.indexer\.weights_proj$")
 # llm-compressor's name for the minimum and maximum of the weight itself, which `quantize_weight` uses.
 MINMAX = "memoryless_minmax"
 

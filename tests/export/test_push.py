@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import READER, WRITER, running_hub
+from hub_server import READER, WRITER, commit_of, running_hub
 from huggingface_hub import constants, snapshot_download
 from peft import LoraConfig
 from safetensors.torch import load, load_file, save_file
@@ -112,6 +112,19 @@ def test_weights_of_an_earlier_model_do_not_stay_and_a_revision_is_a_branch(hub,
 
     assert holds_model(hub.files("me/toy", "v2"), low_bit)
     assert "model.safetensors" not in hub.files("me/toy")
+
+
+def test_the_card_of_a_branch_says_so_there_alone(hub, low_bit):
+    write_card(low_bit)
+    open_repo("me/toy", revision="v2")
+    push(low_bit, "me/toy", "a branch", revision="v2")
+    of_branch = hub.files("me/toy", "v2")["README.md"]
+    assert b"## Use\n\n**This is the branch `v2`**" in of_branch
+
+    # What was downloaded from a branch, and goes to the main one.
+    (low_bit / "README.md").write_bytes(of_branch)
+    push(low_bit, "me/toy", "the main branch")
+    assert b"This is the branch" not in hub.files("me/toy")["README.md"]
 
 
 def test_a_template_of_an_earlier_model_does_not_stay(hub, low_bit):
@@ -353,7 +366,9 @@ def test_an_adapter_is_pushed_with_the_base_that_its_run_quantized(hub, model, t
     # Each names its own base, so that neither needs the other.
     config_here = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config_here["base_model_name_or_path"] == "base"
-    assert json.loads(files["adapter_config.json"]) == config_here | {"base_model_name_or_path": "me/toy-base"}
+    # By its commit: a later run may push another base there.
+    there = {"base_model_name_or_path": "me/toy-base", "revision": commit_of("me/toy-base")}
+    assert json.loads(files["adapter_config.json"]) == config_here | there
 
     card = files["README.md"].decode()
     assert "vllm serve me/toy-base --enable-lora --max-lora-rank 8 --lora-modules policy=me/toy" in card
@@ -386,8 +401,14 @@ def test_a_script_names_another_branch_or_token_than_those_of_the_run(hub, model
     for repo in ("me/toy", "me/toy-base"):
         assert hub.messages(repo) == ["initial commit"]
         assert hub.messages(repo, "v2")[0] == "End"
-    assert json.loads(hub.files("me/toy", "v2")["adapter_config.json"])["revision"] == "v2"
-    assert "- sums" in hub.files("me/toy", "v2")["README.md"].decode()
+    assert json.loads(hub.files("me/toy", "v2")["adapter_config.json"])["revision"] == commit_of("me/toy-base")
+    card = hub.files("me/toy", "v2")["README.md"].decode()
+    assert "- sums" in card
+    # The commands load the main branch.
+    assert "**This is the branch `v2`**" in card
+    assert "hf download me/toy --revision v2" in card
+    assert "the same with its base, `me/toy-base`" in card
+    assert "hf download me/toy-base --revision v2" in hub.files("me/toy-base", "v2")["README.md"].decode()
 
     with pytest.raises(OSError, match="Nothing is lost"):
         trainer.push_to_hub(token=READER)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
 from qarl_trl.quant import apply_quantization, patterns, remove_quantization
-from qarl_trl.quant.scheme import ROUTERS, resolve_scheme, single_group
+from qarl_trl.quant.scheme import INDEXERS, ROUTERS, resolve_scheme, single_group
 from quant.toy_layers import LINEARS, names_of
 
 
@@ -122,6 +122,20 @@ def test_a_router_within_a_module_stays_in_high_precision(outer, inner):
     assert names_of(apply_quantization(layer(), "W4A16")) == ["mlp.up_proj"]
     with pytest.raises(ValueError, match=f"'mlp.{outer}.{inner}' must stay in high precision"):
         apply_quantization(layer(), "W4A16", ignore=["lm_head"])
+
+
+def test_what_chooses_the_tokens_of_sparse_attention_stays_in_high_precision():
+    """DeepSeek-V3.2: vLLM has the two as one matrix in bfloat16, and quantizes the third."""
+
+    def layer():
+        indexer = {name: nn.Linear(128, 128) for name in ("wk", "weights_proj", "wq_b")}
+        return nn.ModuleDict({"self_attn": nn.ModuleDict({"indexer": nn.ModuleDict(indexer)})})
+
+    with pytest.raises(ValueError, match="indexer.wk' must stay in high precision.*weights_proj.* to quant_ignore"):
+        apply_quantization(layer(), "W4A16")
+
+    ignored = apply_quantization(layer(), "W4A16", ignore=INDEXERS)
+    assert names_of(ignored) == ["self_attn.indexer.wq_b"]
 
 
 def test_the_head_and_routers_stay_in_high_precision_by_default_and_routers_always():
