@@ -425,6 +425,12 @@ def test_a_quantized_start_does_not_teach_itself(gptq_model, dense_model, tmp_pa
     assert losses(trainer)[0] > 0.001
 
 
+def test_a_revision_of_a_teacher_needs_its_name(dense_model, tmp_path, nothing_loads):
+    """Without one the start of the student teaches, in the revision that it has."""
+    with pytest.raises(ValueError, match="teacher_model_revision='v2' needs teacher_model_name_or_path"):
+        make(dense_model, tmp_path, teacher_model_revision="v2")
+
+
 def test_the_named_teacher_of_a_loaded_quantized_start_is_loaded_as_it_is(gptq_model, dense_model, tmp_path):
     """The loader of quantized checkpoints is for the student, which is loaded already."""
     by_name = make(gptq_model, tmp_path / "name", teacher=dense_model, quant_scheme="checkpoint")
