@@ -226,6 +226,12 @@ SECTIONS: dict[str, list[Row]] = {
             "test_experts_whose_names_vllm_does_not_read_are_refused",
             "vLLM would run random experts",
         ),
+        Row(
+            "biases that vLLM has no place for, such as that of Qwen3's `o_proj`",
+            REFUSED,
+            "test_a_bias_without_a_place_in_the_engine_stops_the_run",
+            "at the first sync in which one is not 0; without an engine a warning",
+        ),
         Row("GPT-2 (Conv1D)", REFUSED, "test_matrices_that_are_no_linear_layers_are_named"),
         Row(
             "Gemma-2 with sdpa",
