@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch import nn
+from transformers import PretrainedConfig
 
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -43,8 +45,9 @@ def biases_without_place(model: nn.Module) -> list[str]:
     Returns:
         Their names in `model`.
     """
-    config = getattr(model, "config", None)
-    if not hasattr(config, "get_text_config"):
+    config: Any = getattr(model, "config", None)
+    # A module that is no model of transformers.
+    if not isinstance(config, PretrainedConfig):
         return []
     family = config.get_text_config().model_type
     owners = _SKIPPED.get(family, ())
