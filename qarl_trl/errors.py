@@ -77,7 +77,10 @@ def in_one_line(error: Exception, argv: Sequence[str]) -> str:
     if _class_names(error) & _ABOUT_A_FILE:
         text = _with_paths(text, [word for word in argv if os.path.exists(word)])
     # transformers lists all its models.
-    return text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE].rpartition(' ')[0]} [...]"
+    if len(text) <= _LONGEST_LINE:
+        return text
+    beginning = text[:_LONGEST_LINE]
+    return f"{beginning.rpartition(' ')[0] or beginning} [...]"
 
 
 def _is_about_the_disk(error: Exception) -> bool:

@@ -163,9 +163,10 @@ def _check_length(values: Mapping[str, Any], argv: Sequence[str]) -> None:
     Raises:
         ValueError: with what to add.
     """
-    options = {word.partition("=")[0] for word in argv}
+    # Both spellings are read.
+    options = {word.partition("=")[0].replace("-", "_") for word in argv}
     steps = values.get("max_steps") or -1
-    if "--num_train_epochs" in options and "--max_steps" not in options and steps > 0:
+    if "__num_train_epochs" in options and "__max_steps" not in options and steps > 0:
         raise ValueError(
             f"--num_train_epochs has no effect beside the recipe's max_steps: {steps}. Add --max_steps -1 to train "
             "whole epochs."

@@ -287,6 +287,7 @@ def test_an_error_about_a_file_names_the_files_of_the_command_line_once(tmp_path
     assert in_one_line(ValueError("title must be short"), argv) == "title must be short"
     # transformers lists the names of all its models.
     assert in_one_line(ValueError("one of " + "AConfig, " * 1000), argv).endswith("AConfig, [...]")
+    assert in_one_line(ValueError("x" * 3000), argv).startswith("xxx")
 
 
 def test_a_full_disk_is_not_blamed_on_a_config(checkpoint, tmp_path):

@@ -421,8 +421,9 @@ def test_epochs_on_the_command_line_do_not_lose_to_a_recipe_in_silence(base, tmp
     # Of a recipe that has both, one is a default of its base.
     assert parse(command)[1].max_steps == 3
 
-    with pytest.raises(ValueError, match="no effect beside the recipe's max_steps: 3. Add --max_steps -1"):
-        parse([*command, "--num_train_epochs", "5"])
+    for option in ("--num_train_epochs", "--num-train-epochs"):
+        with pytest.raises(ValueError, match="no effect beside the recipe's max_steps: 3. Add --max_steps -1"):
+            parse([*command, option, "5"])
 
     _, args, _ = parse([*command, "--num_train_epochs", "5", "--max_steps", "-1"])
     assert (args.num_train_epochs, args.max_steps) == (5, -1)

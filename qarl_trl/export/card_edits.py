@@ -46,7 +46,7 @@ def addressed(card: bytes, repo: str, branch: str | None = None) -> bytes:
     Args:
         card: The content of a card. Of one that a user edited only the address changes, where our commands have it.
         repo: The repository's full name.
-        branch: The branch that gets the card, if it is not the main one, which the commands load.
+        branch: The branch that gets the card. The commands load the main one.
 
     Returns:
         The card for that repository.
@@ -63,7 +63,7 @@ def addressed(card: bytes, repo: str, branch: str | None = None) -> bytes:
         text = re.sub(r"^# .*$", f"# {title}", text, count=1, flags=re.MULTILINE)
         # A card that was downloaded may name the branch that it came from.
         text = _ON_BRANCH.sub("", text)
-        if branch:
+        if branch not in (None, "main"):
             text = text.replace(_USE, _USE + _words_of_branch(repo, branch, with_base=f"{repo}-base" in text), 1)
     return text.encode(errors="surrogateescape")
 

@@ -55,6 +55,9 @@ def biases_without_place(model: nn.Module) -> list[str]:
     names = []
     for name, _ in (*model.named_parameters(), *model.named_buffers()):
         parts = name.split(".")
+        # The family is that of the text model.
+        if any(part.startswith(("vision", "visual", "audio")) for part in parts):
+            continue
         is_skipped = parts[-1] == "bias" and any(part in owners for part in parts[-3:-1])
         if is_skipped or (family == "laguna" and parts[-1] == _BIAS_OF_ROUTER):
             names.append(name)

@@ -29,7 +29,7 @@ from .layers.layer import quantized_modules
 from .names import base_model, checkpoint_modules, checkpoint_renaming, is_peft_model
 from .patterns import check_patterns, patterns_of
 from .quantize import PACKED_TOGETHER
-from .scheme import INDEXERS, ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
+from .scheme import DEFAULT_IGNORE, INDEXERS, ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
 from .sharding.shards import shape_of
 
 
@@ -321,10 +321,11 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: lis
     indexers = match_targets(layer.name, layer.base, INDEXERS)
     if routers or indexers:
         chosen = "weighs experts" if routers else "chooses the tokens of attention"
-        patterns = ", ".join(map(repr, routers[:1] or INDEXERS))
+        # A list of one's own replaces the default. Not by `repr`, which doubles backslashes.
+        missing = ", ".join(f"'{pattern}'" for pattern in routers[:1] or (*DEFAULT_IGNORE, *INDEXERS))
         raise ValueError(
-            f"{layer.name!r} must stay in high precision, as engines have it: it {chosen}. Add {patterns} to "
-            "quant_ignore."
+            f"{layer.name!r} must stay in high precision, as engines have it: it {chosen}. quant_ignore must have "
+            f"{missing}."
         )
 
     for parameter, names in layer.weights.items():

@@ -43,7 +43,8 @@ def check_teacher(
             "teacher_model_name_or_path is missing: the run starts from a quantized checkpoint, whose own weights "
             "have nothing to teach. Name the model that it was made from."
         )
-    if getattr(args, "teacher_model_revision", None) and not args.teacher_model_name_or_path:
+    is_own_start = teacher in (None, model) and not args.teacher_model_name_or_path
+    if is_own_start and getattr(args, "teacher_model_revision", None):
         raise ValueError(
             f"teacher_model_revision={args.teacher_model_revision!r} needs teacher_model_name_or_path: here the "
             "student's start teaches, in the revision that the student has. Name the teacher, also if it is the same "

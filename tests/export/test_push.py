@@ -123,8 +123,9 @@ def test_the_card_of_a_branch_says_so_there_alone(hub, low_bit):
 
     # What was downloaded from a branch, and goes to the main one.
     (low_bit / "README.md").write_bytes(of_branch)
-    push(low_bit, "me/toy", "the main branch")
-    assert b"This is the branch" not in hub.files("me/toy")["README.md"]
+    for main in (None, "main"):
+        push(low_bit, "me/toy", "the main branch", revision=main)
+        assert b"This is the branch" not in hub.files("me/toy")["README.md"]
 
 
 def test_a_template_of_an_earlier_model_does_not_stay(hub, low_bit):

@@ -5,8 +5,10 @@ import warnings
 import pytest
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 from qarl_trl.quant import apply_quantization
+from qarl_trl.quant.biases import biases_without_place
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])
@@ -17,6 +19,15 @@ def test_biases_that_vllm_skips_are_named(with_adapter):
 
     with pytest.warns(UserWarning, match=r"no place for \d biases of this model, first .*layers.0.self_attn.o_proj"):
         apply_quantization(model, "FP8_DYNAMIC")
+
+
+def test_the_tower_of_another_family_is_not_looked_at():
+    model = make_model("qwen3", attention_bias=True)
+    with_tower = nn.ModuleDict({"vision_tower": model})
+    with_tower.config = model.config
+
+    assert biases_without_place(with_tower) == []
+    assert biases_without_place(model)  # control
 
 
 @pytest.mark.parametrize(("family", "changes"), [("qwen3", {}), ("qwen2", {}), ("llama", {"attention_bias": True})])

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
 
 from qarl_trl.quant import apply_quantization, patterns, remove_quantization
-from qarl_trl.quant.scheme import INDEXERS, ROUTERS, resolve_scheme, single_group
+from qarl_trl.quant.scheme import ROUTERS, resolve_scheme, single_group
 from quant.toy_layers import LINEARS, names_of
 
 
@@ -131,10 +131,14 @@ def test_what_chooses_the_tokens_of_sparse_attention_stays_in_high_precision():
         indexer = {name: nn.Linear(128, 128) for name in ("wk", "weights_proj", "wq_b")}
         return nn.ModuleDict({"self_attn": nn.ModuleDict({"indexer": nn.ModuleDict(indexer)})})
 
-    with pytest.raises(ValueError, match="indexer.wk' must stay in high precision.*weights_proj.* to quant_ignore"):
+    with pytest.raises(ValueError, match="indexer.wk' must stay in high precision.* quant_ignore must have") as raised:
         apply_quantization(layer(), "W4A16")
 
-    ignored = apply_quantization(layer(), "W4A16", ignore=INDEXERS)
+    # The list as it is printed.
+    (patterns,) = re.findall(r"must have (.*)\.$", str(raised.value))
+    ignore = [pattern.strip("'") for pattern in patterns.split(", ")]
+    assert "lm_head" in ignore
+    ignored = apply_quantization(layer(), "W4A16", ignore=ignore)
     assert names_of(ignored) == ["self_attn.indexer.wq_b"]
 
 

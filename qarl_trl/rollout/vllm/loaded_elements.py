@@ -53,29 +53,29 @@ class LoadedElements:
         self._load = load
         self._elements: Counter[int] = Counter()
         self._calls = 0
-        self._calls_of: Counter[int] = Counter()
-        self._biases_of_stream = 0
-        # With a value that counts, and without a call of a loader while vLLM had it.
-        self._left_out: list[str] = []
+        # Of the stream: layers of which vLLM loaded a tensor, and the layers of biases that it did not load.
+        self._loaded_layers: set[str] = set()
+        self._skipped_biases: dict[str, str] = {}
 
     def watched(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """A stream of tensors, while it is noted which biases vLLM loads."""
+        """A stream of tensors, while it is noted which of them vLLM loads."""
         for name, tensor in weights:
             calls_before = self._calls
             yield name, tensor
 
             # vLLM asks for the next tensor when it has loaded this one.
-            if name.endswith("bias"):
-                self._biases_of_stream += 1
-                if self._calls == calls_before and tensor.any():
-                    self._left_out.append(name)
+            layer, _, local_name = name.rpartition(".")
+            if self._calls > calls_before:
+                self._loaded_layers.add(layer)
+            elif local_name == "bias" and tensor.any():
+                self._skipped_biases[name] = layer
 
     def left_out(self) -> list[str]:
-        """The names of the biases that reached no parameter; those that are zero, as before training, do no harm."""
-        biases = {id(place.parameter) for name, place in self.places.items() if name.endswith("bias")}
-        loaded = sum(self._calls_of[bias] for bias in biases)
-        # A model that keeps tensors and loads them later loads as many as it gets.
-        return self._left_out if loaded < self._biases_of_stream else []
+        """
+        The names of the biases that reached no parameter, of layers whose other tensors did. An engine may leave whole
+        layers out, such as a vision tower without images. Biases of 0, as before training, do no harm.
+        """
+        return [name for name, layer in self._skipped_biases.items() if layer in self._loaded_layers]
 
     def load(self, loader: Callable[..., Any], call: inspect.BoundArguments) -> tuple[int, Any]:
         """Stands for vLLM's `get_numel_loaded`: run a loader with the arguments `call`, and count."""
@@ -85,7 +85,6 @@ class LoadedElements:
 
         elements, result = self._load(loader, call)
         self._calls += 1
-        self._calls_of[id(call.arguments["param"])] += 1
         # vLLM counts copied elements. It fills scalars instead, so a scalar would count 0.
         self._elements[id(call.arguments["param"])] += max(elements, 1)
         return elements, result
