@@ -269,7 +269,8 @@ def cells_table(regime: str) -> str:
         rows += [row_of(cell, models) for cell in cells]
 
     text = markdown(header, rows)
-    if missing:
+    # In a regime of a start alone none is.
+    if missing and any(cells_of(regime, arm) for arm in ARMS):
         text += f"\n\nNot run: {'; '.join(missing)}."
     return text
 
