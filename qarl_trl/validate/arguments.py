@@ -20,6 +20,7 @@ from ..quant.names import adapter_configs, is_peft_model
 from ..rollout.engine_settings import check_engine_arguments
 from ..trainers.settings import LowBitConfig
 from .adapters import check_adapter, check_one_active, check_reference, check_resized, check_saved
+from .launch import check_launch
 from .layers import check_plan
 from .placement import check_placement
 from .rollouts import check_processes, uses_server
@@ -95,6 +96,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         raise TypeError(f"model must be a name, a folder as text or a loaded model, got {type(model).__name__}.")
     if isinstance(model, str):
         check_no_adapter(model)
+    check_launch(args)
     check_processes(args, trainer_arguments)
     _check_optimizer(args)
     _check_checkpointing(args)

@@ -62,6 +62,25 @@ def _check_evaluations(trainer_arguments: TrainerArguments, args: RunSettings) -
         if len(rows) == 0:
             raise ValueError(f"{place} must have rows, got none. Leave it out, with eval_strategy='no'.")
         _check_columns_of_prompts(rows, place, trainer_arguments, args)
+        if isinstance(args, (GRPOConfig, RLOOConfig)):
+            _warn_of_uneven_evaluation(place, len(rows), args)
+
+
+def _warn_of_uneven_evaluation(place: str, rows: int, args: GRPOConfig | RLOOConfig) -> None:
+    """Warn of a last batch that is not full: TRL (1.16) weighs the batches of an evaluation alike."""
+    answers = rows * (args.num_generations_eval or args.num_generations)
+    batch = args.per_device_eval_batch_size * args.world_size
+    if answers % batch == 0:
+        return
+
+    effect = "weigh more than others"
+    if args.world_size > 1:
+        effect = "are filled up with those of the first prompts, which count twice"
+    logger.warning(
+        f"{place} has {answers} answers to evaluate, and a batch of all processes {batch}: in eval_reward and other "
+        f"averages the {answers % batch} of the last batch {effect}. Make the rows times num_generations_eval a "
+        "multiple of the batch."
+    )
 
 
 def _size(args: RunSettings) -> str:

@@ -82,11 +82,6 @@ def _check_batches(args: RunSettings) -> None:
             "accelerator_config: dispatch_batches must be false, got true: accelerate hands out tensors alone, and a "
             "batch of this trainer is a list of prompts."
         )
-    if args.accelerator_config.split_batches and args.world_size > 1:
-        raise ValueError(
-            "accelerator_config: split_batches must be false with several processes, got true: TRL's sampler repeats "
-            "prompts for batches of per_device_train_batch_size on each process, and some would never be trained on."
-        )
 
 
 def _check_text(trainer_arguments: TrainerArguments) -> None:

@@ -36,6 +36,23 @@ def test_an_evaluation_without_rows_is_refused(tmp_path):
     check_data({"train_dataset": rows, "eval_dataset": {"easy": rows}}, args)  # control
 
 
+def test_a_last_batch_of_an_evaluation_that_is_not_full_is_said(tmp_path, caplog, monkeypatch):
+    """TRL weighs batches alike: of 3 and 1 answers with rewards 0, 0, 0 and 1 `eval_reward` is 0.5."""
+    args = config(tmp_path, eval_strategy="epoch", num_generations_eval=2, per_device_eval_batch_size=4)
+    rows = Dataset.from_dict({"prompt": ["a"] * 64})
+
+    check_data({"train_dataset": rows, "eval_dataset": rows}, args)
+    assert "last batch" not in caplog.text  # control: 32 whole batches
+
+    check_data({"train_dataset": rows, "eval_dataset": rows.select(range(5))}, args)
+    assert "10 answers to evaluate, and a batch of all processes 4" in caplog.text
+    assert "the 2 of the last batch weigh more than others" in caplog.text
+
+    monkeypatch.setattr(type(args), "world_size", 2)
+    check_data({"train_dataset": rows, "eval_dataset": rows.select(range(5))}, args)
+    assert "the 2 of the last batch are filled up with those of the first prompts" in caplog.text
+
+
 def test_rows_without_prompts_are_said_before_a_model_loads(tmp_path, caplog):
     """TRL looks for the column in the first step. A class of a user may make it."""
     args = config(tmp_path, eval_strategy="epoch")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, QaRLConfig
+from qarl_trl import LowBitSFTConfig, QaRLConfig
 from qarl_trl.validate import check_data
 from qarl_trl.validate.rollouts import check_processes
 
@@ -65,17 +65,6 @@ def test_a_trainer_without_settings_of_an_engine_has_no_rollouts_to_check():
     # Supervised fine-tuning has these columns and arguments as well, and no engine that they could stop.
     check_processes(without_engine, {"tools": [len], "train_dataset": Dataset.from_dict({"image": ["b"]})})
     check_data({"train_dataset": Dataset.from_dict({"prompt": ["a"]})}, without_engine)
-
-
-@pytest.mark.parametrize("kind", [QaRLConfig, LowBitDistillationConfig])
-def test_batches_are_not_split_among_processes(kind, tmp_path, monkeypatch):
-    """TRL's sampler repeats prompts for whole batches: half of them would be trained on twice, and half never."""
-    args = kind(str(tmp_path), use_cpu=True, bf16=False, accelerator_config={"split_batches": True})
-    check_processes(args, {})  # control: one process splits nothing
-
-    monkeypatch.setattr(kind, "world_size", 2)
-    with pytest.raises(ValueError, match="split_batches must be false with several processes, got true"):
-        check_processes(args, {})
 
 
 def test_prompts_are_not_handed_out_by_the_first_process(tmp_path):

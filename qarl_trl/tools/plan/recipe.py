@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from ...methods import QARL, Method
 from ...train import parse
+from ...validate.launch import check_launch
 from ...validate.rollouts import check_processes
 from ...validate.schedule import check_schedule
 
@@ -74,6 +75,7 @@ def read_settings(
         argv = [*argv, *as_arguments(options or {})]
         _, settings, model_args = parse(argv, any_device=True, method=method, without=without)
         # The trainer asks this at its start, on the machine with the GPUs. The data are not read here.
+        check_launch(settings)
         check_processes(settings, {})
         check_schedule(settings, {})
     return settings, model_args
