@@ -32,7 +32,7 @@ _SKIPPED = {
     "deepseek_v3": _LATENT,
 }
 # What routes the tokens to experts, of which vLLM's Laguna expects another name than checkpoints have.
-_BIAS_OF_ROUTER = "e_score_correction_bias"
+BIAS_OF_ROUTER = "e_score_correction_bias"
 
 
 def biases_without_place(model: nn.Module) -> list[str]:
@@ -59,7 +59,7 @@ def biases_without_place(model: nn.Module) -> list[str]:
         if any(part.startswith(("vision", "visual", "audio")) for part in parts):
             continue
         is_skipped = parts[-1] == "bias" and any(part in owners for part in parts[-3:-1])
-        if is_skipped or (family == "laguna" and parts[-1] == _BIAS_OF_ROUTER):
+        if is_skipped or (family == "laguna" and parts[-1] == BIAS_OF_ROUTER):
             names.append(name)
     return names
 
@@ -76,7 +76,7 @@ def warn_of_biases(model: nn.Module) -> None:
         # Of Python: an export has no run, and so no logger of accelerate.
         warnings.warn(
             f"vLLM 0.31 has no place for {len(names)} biases of this model, first {names[0]}: from a low-bit "
-            "checkpoint it skips them without a word, and answers without them. transformers loads them. A run with "
+            "checkpoint it skips them without a word, and answers without them. transformers loads them. A sync of "
             "an engine stops as soon as one is not 0.",
             stacklevel=2,
         )

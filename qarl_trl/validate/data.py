@@ -74,7 +74,9 @@ def _warn_of_uneven_evaluation(place: str, rows: int, args: GRPOConfig | RLOOCon
         return
 
     effect = "weigh more than others"
-    if args.world_size > 1:
+    if args.dataloader_drop_last:
+        effect = "are left out"
+    elif args.world_size > 1:
         effect = "are filled up with those of the first prompts, which count twice"
     logger.warning(
         f"{place} has {answers} answers to evaluate, and a batch of all processes {batch}: in eval_reward and other "

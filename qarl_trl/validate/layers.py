@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..learner.probe import layers_that_run_on
+from ..quant.biases import BIAS_OF_ROUTER, biases_without_place
 from ..quant.convert import MERGED_BY_ENGINES, apply_quantization
 from ..quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules, has_known_layout, layer_names
 from ..quant.layers.layer import LowBitLayer, quantized_modules
@@ -91,6 +92,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
         _warn_of_merged(model)
         if args.has_engine:
             check_parallel(model, args)
+            _check_router_biases(model)
         if args.has_engine and args.quantize_learner and decodes_latent(config, args):
             _check_latent_attention(model, args)
 
@@ -223,6 +225,16 @@ def decodes_latent(config: PretrainedConfig, args: RunSettings) -> bool:
     if getattr(args, "vllm_model_impl", "vllm") == "transformers":
         return True
     return config.get_text_config().model_type not in WITHOUT_LATENT_ATTENTION
+
+
+def _check_router_biases(model: nn.Module) -> None:
+    """Refuse (`ValueError`) routers whose bias vLLM does not load: other biases are seen when a sync sends them."""
+    skipped = [name for name in biases_without_place(model) if name.endswith(BIAS_OF_ROUTER)]
+    if skipped:
+        raise ValueError(
+            f"vLLM 0.31 does not load {skipped[0]} and {len(skipped) - 1} more, and its experts would be chosen "
+            "without them. Train without an engine: use_vllm: false."
+        )
 
 
 def _check_aligned(model: nn.Module, adapter: Any, is_latent: bool) -> None:

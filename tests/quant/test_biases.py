@@ -3,9 +3,11 @@
 import warnings
 
 import pytest
+import torch
 from conftest import make_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LagunaConfig, Qwen3Config
 
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.biases import biases_without_place
@@ -35,3 +37,17 @@ def test_biases_that_vllm_has_are_not(family, changes):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         apply_quantization(make_model(family, **changes), "FP8_DYNAMIC")
+
+
+def test_the_router_of_laguna_is_one_of_them():
+    """It is a buffer, whose name vLLM expects to be another."""
+    router = nn.Module()
+    router.register_buffer("e_score_correction_bias", torch.zeros(4))
+    model = nn.ModuleDict({"experts": router})
+    model.config = LagunaConfig()
+
+    assert biases_without_place(model) == ["experts.e_score_correction_bias"]
+
+    # Control: vLLM has that of other families.
+    model.config = Qwen3Config()
+    assert biases_without_place(model) == []

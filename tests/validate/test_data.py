@@ -52,6 +52,10 @@ def test_a_last_batch_of_an_evaluation_that_is_not_full_is_said(tmp_path, caplog
     check_data({"train_dataset": rows, "eval_dataset": rows.select(range(5))}, args)
     assert "the 2 of the last batch are filled up with those of the first prompts" in caplog.text
 
+    args.dataloader_drop_last = True
+    check_data({"train_dataset": rows, "eval_dataset": rows.select(range(5))}, args)
+    assert "the 2 of the last batch are left out" in caplog.text
+
 
 def test_rows_without_prompts_are_said_before_a_model_loads(tmp_path, caplog):
     """TRL looks for the column in the first step. A class of a user may make it."""

@@ -3,6 +3,7 @@
 import pytest
 
 from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, QaRLConfig
+from qarl_trl.validate import check_arguments
 from qarl_trl.validate.launch import check_launch
 
 
@@ -25,20 +26,25 @@ def test_processes_get_whole_batches_and_as_many(kind, name, value, needed, tmp_
     monkeypatch.setattr(kind, "world_size", 2)
     with pytest.raises(ValueError, match=f"{name} must be {needed} with several processes, got {str(value).lower()}"):
         check_launch(args)
+    if name == "even_batches":
+        args.dataloader_drop_last = True
+        check_launch(args)  # control: no batch is incomplete
 
 
 def test_updates_have_the_micro_batches_of_the_field(tmp_path):
     """transformers would write the other number into the field, after all that was computed from it."""
-    accumulating = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}}
-    with pytest.raises(ValueError, match="must not have num_steps, got 4: set gradient_accumulation_steps"):
-        check_launch(settings(tmp_path, **accumulating))
+    for steps, field in ((4, 1), (4, 4), (1, 4), (None, 1)):
+        accumulating = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": steps}}}
+        args = settings(tmp_path, gradient_accumulation_steps=field, steps_per_generation=4, **accumulating)
+        with pytest.raises(ValueError, match=f"must not have num_steps, got {steps}: set gradient_accumulation_steps"):
+            check_launch(args)
 
-    # Control: twice the same.
-    check_launch(settings(tmp_path, gradient_accumulation_steps=4, steps_per_generation=4, **accumulating))
+    # Control: what transformers itself writes there.
+    written = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 1}}}
+    check_launch(settings(tmp_path, gradient_accumulation_steps=1, **written))
 
 
 def test_the_launchers_number_of_micro_batches_is_said_not_to_count(tmp_path, monkeypatch, caplog):
-    # Of every launch without the option.
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     check_launch(settings(tmp_path))
     assert not caplog.text
@@ -46,6 +52,22 @@ def test_the_launchers_number_of_micro_batches_is_said_not_to_count(tmp_path, mo
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     check_launch(settings(tmp_path))
     assert "does not count" in caplog.text
+
+
+def test_deepspeed_of_a_launcher_has_the_micro_batches_of_the_field(tmp_path, monkeypatch):
+    """transformers compares the two when the model has loaded."""
+    args = settings(tmp_path, gradient_accumulation_steps=4, steps_per_generation=4)
+    args.deepspeed_plugin = object()
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    with pytest.raises(ValueError, match="must be 1, as the launcher has it for DeepSpeed, got 4"):
+        check_launch(args)
+
+    # Controls: a file of DeepSpeed's own, and the same number.
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "zero3.json")
+    check_launch(args)
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    check_launch(args)
 
 
 def test_no_variable_quantizes_the_inputs_of_the_engine_alone(tmp_path, monkeypatch):
@@ -58,16 +80,25 @@ def test_no_variable_quantizes_the_inputs_of_the_engine_alone(tmp_path, monkeypa
         check_launch(settings(tmp_path, use_vllm=True))
 
 
-def test_tf32_that_an_engine_in_the_process_takes_back_is_refused(tmp_path, monkeypatch):
-    # transformers itself refuses it without a GPU.
-    with_engine = settings(tmp_path, use_vllm=True, vllm_mode="colocate")
-    with_engine.tf32 = True
-    with pytest.raises(ValueError, match="tf32 must be left out beside a colocated engine.*VLLM_FLOAT32_MATMUL"):
-        check_launch(with_engine)
+def test_tf32_that_an_engine_in_the_process_takes_back_is_said(tmp_path, monkeypatch, caplog):
+    def said(**changes):
+        args = settings(tmp_path, **changes)
+        # transformers itself refuses it without a GPU.
+        args.tf32 = True
+        caplog.clear()
+        check_launch(args)
+        return "tf32=True does not count" in caplog.text
 
-    # Controls: no engine, and one that is told so, too.
-    without = settings(tmp_path)
-    without.tf32 = True
-    check_launch(without)
+    colocated = {"use_vllm": True, "vllm_mode": "colocate"}
+    assert said(**colocated)
+    # Controls: no engine, one in processes of its own, and one that is told so, too.
+    assert not said()
+    assert not said(use_vllm=True, vllm_mode="server", sync_folder="syncs")
     monkeypatch.setenv("VLLM_FLOAT32_MATMUL_PRECISION", "high")
-    check_launch(with_engine)
+    assert not said(**colocated)
+
+
+def test_a_trainer_asks_before_its_model_loads(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    with pytest.raises(ValueError, match="VLLM_MARLIN_INPUT_DTYPE"):
+        check_arguments("no/such-model", settings(tmp_path, use_vllm=True), {})

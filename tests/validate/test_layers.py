@@ -11,6 +11,7 @@ from transformers import (
     DeepseekV2Config,
     Gemma2Config,
     GPT2Config,
+    LagunaConfig,
     LlamaConfig,
     LlamaForSequenceClassification,
     Qwen3Config,
@@ -18,7 +19,7 @@ from transformers import (
 
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
-from qarl_trl.quant.scheme import DEFAULT_IGNORE
+from qarl_trl.quant.scheme import DEFAULT_IGNORE, ROUTERS
 from qarl_trl.trainers.policy import quantize_policy
 from qarl_trl.validate import check_arguments, check_run, config_of
 from qarl_trl.validate.layers import check_head, check_layers
@@ -118,6 +119,17 @@ def test_a_model_without_latent_attention_may_have_a_layer_of_its_name(tmp_path,
 
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     check_layers_of(model, args)
+
+
+def test_routers_whose_bias_vllm_does_not_load_are_refused_beside_an_engine(tmp_path):
+    """Laguna: vLLM expects another name than checkpoints have, and skips this one."""
+    LagunaConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2).save_pretrained(tmp_path / "model")
+    changes = {"quant_scheme": "FP8_DYNAMIC", "quant_ignore": ["lm_head", "re:.*experts.*", *ROUTERS]}
+
+    with pytest.raises(ValueError, match="vLLM 0.31 does not load .*e_score_correction_bias"):
+        check_layers_of(tmp_path / "model", config(tmp_path, use_vllm=True, **changes))
+
+    check_layers_of(tmp_path / "model", config(tmp_path, use_vllm=False, **changes))  # control
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "kv_b_proj"]])
