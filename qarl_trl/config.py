@@ -6,7 +6,7 @@ on the model or the data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from accelerate.logging import get_logger
@@ -52,12 +52,8 @@ REPLACED_BY_TBPO = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
-    "sapo_temperature_neg",
-    "sapo_temperature_pos",
-    "vespo_k_pos",
-    "vespo_lambda_pos",
-    "vespo_k_neg",
-    "vespo_lambda_neg",
+    # Of other losses.
+    *(field.name for field in fields(GRPOConfig) if field.name.startswith(("sapo_", "vespo_"))),
 )
 
 
