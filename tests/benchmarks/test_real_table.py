@@ -331,6 +331,18 @@ def test_recover_gives_the_differences_of_the_table():
     assert differences <= set(in_table)
 
 
+def test_recover_gives_the_scores_of_awq():
+    cell = real_table.read_cell("g64_portable", real_table.BEFORE, 3)
+
+    def scores(model):
+        sampled = real_table.percent(real_table.shares(cell, model))
+        greedy = real_table.percent(real_table.shares(cell, model, greedy=True))
+        return f"{sampled} and {greedy}"
+
+    sentence = f"{scores('awq')} (GPTQ {scores('gptq')}, rounded {scores('low_bit')})"
+    assert sentence in (ROOT / "docs" / "recover.md").read_text()
+
+
 def test_a_way_that_was_not_run_with_a_seed_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
     for seed in (3, 4):
