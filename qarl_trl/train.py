@@ -163,10 +163,11 @@ def _check_length(values: Mapping[str, Any], argv: Sequence[str]) -> None:
     Raises:
         ValueError: with what to add.
     """
-    # Both spellings are read.
-    options = {word.partition("=")[0].replace("-", "_") for word in argv}
+    # `--max-steps` is read, too.
+    words = [word.partition("=")[0] for word in argv if word.startswith("--")]
+    options = {word.removeprefix("--").replace("-", "_") for word in words}
     steps = values.get("max_steps") or -1
-    if "__num_train_epochs" in options and "__max_steps" not in options and steps > 0:
+    if "num_train_epochs" in options and "max_steps" not in options and steps > 0:
         raise ValueError(
             f"--num_train_epochs has no effect beside the recipe's max_steps: {steps}. Add --max_steps -1 to train "
             "whole epochs."

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from accelerate.logging import get_logger
 from torch import nn
-from transformers import GenerationConfig
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
@@ -24,6 +23,7 @@ from .launch import check_launch
 from .layers import check_plan
 from .placement import check_placement
 from .rollouts import check_processes, uses_server
+from .sampling import check_sampling_arguments
 from .schedule import check_schedule
 from .types import RunSettings, TrainerArguments
 
@@ -57,20 +57,6 @@ OF_TRL_TO_REWARDS = (
 )
 # Arguments by which transformers loads a model that is quantized for inference, without master weights.
 FOREIGN_QUANTIZATION = ("quantization_config", "load_in_4bit", "load_in_8bit")
-# Arguments of sampling that are known by their names, and why they cannot be the user's: of a request to a server, and
-# of transformers.
-ANSWERS = "TRL expects one answer to each copy of a prompt, and num_generations says how many"
-REFUSED_OF_VLLM = {
-    "n": ANSWERS,
-    "logprobs": "of several candidates TRL takes the log-prob of the likeliest one for that of the sampled token",
-}
-REFUSED_OF_SERVER = REFUSED_OF_VLLM | {
-    "truncate_prompt_tokens": "the engine would answer a part of the prompt that the learner scores"
-}
-REFUSED_OF_TRANSFORMERS = {
-    "num_return_sequences": ANSWERS,
-    "stop_strings": "TRL does not give transformers the tokenizer that it needs for them; an engine takes `stop`",
-}
 
 
 def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
@@ -109,7 +95,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_reward_weights(args, trainer_arguments)
     _check_reward_columns(args, trainer_arguments)
     _check_synced_reference(model, args, trainer_arguments)
-    _check_sampling_arguments(args)
+    check_sampling_arguments(args)
     # A server's own command line refuses them at once, and has more of them.
     if args.vllm_engine_kwargs and args.has_engine and not uses_server(args):
         check_engine_arguments(args.vllm_engine_kwargs, "vllm_engine_kwargs")
@@ -332,51 +318,6 @@ def _check_synced_reference(model: str | nn.Module, args: RunSettings, trainer_a
     # DPO and KTO have a reference with any beta.
     if isinstance(args, (GRPOConfig, RLOOConfig)) and not args.beta:
         raise ValueError(f"sync_ref_model must be False with beta={args.beta}, which needs no reference. Set beta.")
-
-
-def _check_sampling_arguments(args: RunSettings) -> None:
-    """
-    Refuse (`ValueError`) names in `generation_kwargs` that nothing reads, since transformers and vLLM's server take
-    them in silence, and those that TRL's sampling cannot have.
-    """
-    of_run = getattr(args, "generation_kwargs", None) or {}
-    if not of_run:
-        return
-
-    if uses_server(args):
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # late: it takes seconds
-
-        # Its fields are not those of `SamplingParams`: `extra_args`, for example, has another name.
-        reader = "a request to vLLM's server"
-        known = set(CompletionRequest.model_fields)
-        refused = REFUSED_OF_SERVER
-    elif args.has_engine:
-        from vllm import SamplingParams  # late: it takes seconds
-
-        reader = "vLLM's SamplingParams"
-        known = set(inspect.signature(SamplingParams).parameters)
-        refused = REFUSED_OF_VLLM
-    else:
-        reader = "transformers' GenerationConfig"
-        known = set(vars(GenerationConfig()))
-        refused = REFUSED_OF_TRANSFORMERS
-
-    unknown = sorted(set(of_run) - known)
-    if unknown:
-        raise ValueError(f"generation_kwargs sets {unknown}, which {reader} does not have. Correct the names.")
-    # A distillation compares whole distributions, at a temperature of their own.
-    temperature = of_run.get("temperature")
-    has_ratios = isinstance(args, (GRPOConfig, RLOOConfig)) and args.quantized
-    if has_ratios and temperature not in (None, args.temperature):
-        raise ValueError(
-            f"generation_kwargs sets temperature={temperature}, at which the answers would be sampled, and the "
-            f"learner would score them at {args.temperature}. Set the field temperature."
-        )
-    for name, reason in refused.items():
-        # One answer is what TRL asks for, too. A server gets a group in one request.
-        is_neutral = reason == ANSWERS and of_run.get(name) == 1 and not uses_server(args)
-        if of_run.get(name) is not None and not is_neutral:
-            raise ValueError(f"generation_kwargs sets {name}={of_run[name]!r}: {reason}. Leave it out.")
 
 
 def _check_loading(args: RunSettings, trainer_arguments: TrainerArguments) -> None:
