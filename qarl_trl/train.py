@@ -304,7 +304,7 @@ def train(trainer: Any, dataset: str | None, method: Method = QARL) -> None:
     Raises:
         SystemExit: with one line, if no step updated the weights.
     """
-    from .checkpoints.saving import NoUpdateError
+    from .checkpoints.calls import NoUpdateError
 
     args = trainer.args
     # Before the training, in which a reward may change the current folder.
