@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from .describe import describe, describe_options
 from .errors import naming_config
 from .methods import DISTILL, QARL, RLOO, SFT, DataArguments, Method, groups_of
 from .rewards import load_rewards
+from .unread import check_length, check_switches
 
 
 # At run time inside of functions: `--help` of other commands must be instant, and a dry run loads no vLLM.
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
 ALL_LINEAR = "all-linear"
 # The name of a layer, or its end, without other characters of a regular expression than dots between its parts.
 PLAIN_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
-# Settings that TRL reads only with `use_peft`. `lora_base: frozen` without it is refused by the trainer.
-OF_ADAPTER = (
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-)
 
 
 def parse(
@@ -77,8 +67,8 @@ def parse(
         raise ValueError(_what_is_missing(argv, method))
     # A dry run makes no trainer, which checks it too.
     check_no_adapter(values["model_name_or_path"])
-    _check_switches(values, {field.name for group in groups_of(method) for field in fields(group)})
-    _check_length(values, argv)
+    check_switches(values, {field.name for group in groups_of(method) for field in fields(group)})
+    check_length(values, argv)
     # Before the settings are built, which asks torch about its devices.
     _prepare_devices(values, only_checks=bool(any_device or values.get("dry_run")), engine_only=engine_only)
 
@@ -109,69 +99,6 @@ def _what_is_missing(argv: Sequence[str], method: Method) -> str:
 
     example = f"qarl-trl {method.command} --config recipe.yaml"
     return f"missing --config, or a model and data without one. For example: {example} (--help: all keys)"
-
-
-def _check_switches(values: Mapping[str, Any], known: Collection[str]) -> None:
-    """
-    Refuse settings whose switch is not set, so that nothing would read them: whoever sets one expects it to count.
-
-    Args:
-        values: The keys of a recipe and of the command line. A switch that is off there is a choice.
-        known: The keys that the recipe may have. SFT has no switch for an engine, and so no engine.
-
-    Raises:
-        ValueError: with the settings and their switch.
-    """
-    are_set = [name for name, value in values.items() if value is not None]
-    of_adapter = [name for name in are_set if name in OF_ADAPTER]
-    if of_adapter and "use_peft" not in are_set:
-        raise ValueError(
-            f"use_peft must be set beside {', '.join(of_adapter)}: without it all weights are trained, and no adapter "
-            "is made. Set use_peft: true, or false to train all weights."
-        )
-
-    of_engine = [name for name in are_set if name.startswith("vllm_") or name == "verify_sync"]
-    if of_engine and "use_vllm" in known and "use_vllm" not in are_set:
-        raise ValueError(
-            f"use_vllm must be set beside {', '.join(of_engine)}: without it transformers samples, and no engine "
-            "starts. Set use_vllm: true, or false to sample without one."
-        )
-
-    if "completion_column" in are_set and "distill_on" in known and "distill_on" not in are_set:
-        raise ValueError(
-            "distill_on must be set beside completion_column: without it the student samples its answers, and nothing "
-            "reads the column. Set distill_on: answers, or rollouts to sample."
-        )
-
-    of_evaluation = [name for name in are_set if name.startswith("eval_dataset_")]
-    if of_evaluation and "eval_strategy" not in are_set and not values.get("eval_on_start"):
-        raise ValueError(
-            f"eval_strategy must be set beside {', '.join(of_evaluation)}: without it nothing is evaluated. Set "
-            "eval_strategy: steps, with eval_steps, or no."
-        )
-
-
-def _check_length(values: Mapping[str, Any], argv: Sequence[str]) -> None:
-    """
-    Refuse epochs on the command line beside a recipe's number of updates, which would count. The other way round a
-    run becomes shorter, as asked.
-
-    Args:
-        values: The keys of the recipe and of the command line.
-        argv: The command line.
-
-    Raises:
-        ValueError: with what to add.
-    """
-    # `--max-steps` is read, too.
-    words = [word.partition("=")[0] for word in argv if word.startswith("--")]
-    options = {word.removeprefix("--").replace("-", "_") for word in words}
-    steps = values.get("max_steps") or -1
-    if "num_train_epochs" in options and "max_steps" not in options and steps > 0:
-        raise ValueError(
-            f"--num_train_epochs has no effect beside the recipe's max_steps: {steps}. Add --max_steps -1 to train "
-            "whole epochs."
-        )
 
 
 def _prepare_devices(values: dict[str, Any], only_checks: bool, engine_only: bool) -> None:

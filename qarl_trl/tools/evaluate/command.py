@@ -1,4 +1,4 @@
-"""The command `qarl-trl eval`: its options, its checks before an engine starts, and its output."""
+"""The command `qarl-trl eval`: its checks before an engine starts, and its output."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from ..arguments import CommandParser
+from .options import make_parser
 
 
 VERSIONS = ("qarl_trl", "vllm", "torch", "transformers", "compressed-tensors", "math-verify")
@@ -105,90 +105,6 @@ def _start_engine(folder: Path, adapter: Path | None, answer: int, settings: dic
             f"--max_new_tokens must leave room for the prompts in the model's context ({beyond[1]}), got {answer}: "
             f"with the longest prompt they need {settings['max_model_len']} tokens."
         ) from error
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """All options. An option that is also a setting of recipes has the same name."""
-    parser = CommandParser(
-        prog="qarl-trl eval",
-        description="Score a checkpoint, low-bit or plain, on math problems: avg@k and pass@k through vLLM.",
-        example="qarl-trl eval runs/sums --suite problems.jsonl",
-    )
-    add = parser.add_argument
-    add(
-        "model",
-        help="model folder as `save_model` and `qarl-trl export` write it, adapter of a frozen base, or Hub id",
-    )
-    add(
-        "--suite",
-        nargs="+",
-        # Without it only the last of several options would count.
-        action="extend",
-        required=True,
-        help="math (the paper's six), names of docs/after_training.md, or files",
-    )
-    add("--k", type=int, default=4, help="completions per problem (default: 4; the paper does not give its k)")
-    add("--pass_at", type=int, nargs="+", help="the k of the pass@k to report, each at most --k (default: k)")
-    add("--temperature", type=float, default=0.6, help="0 is greedy (default: 0.6, paper Table 2)")
-    add("--top_p", type=float, default=1.0, help="top-p of the sampling (default: 1.0)")
-    add("--max_new_tokens", type=int, default=16384, help="completion token limit (default: 16384, paper Table 2)")
-    add("--stop", nargs="+", help="strings that end an answer (default: none; a recipe's are in generation_kwargs)")
-    add("--stop_token_ids", type=int, nargs="+", help="ids of tokens that end an answer (default: those of the model)")
-    add("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    add("--limit", type=int, help="number of problems from the start of each suite (default: all)")
-    add(
-        "--reward_funcs",
-        nargs="+",
-        default=["math_reward"],
-        help="math_reward, or import paths (default: math_reward)",
-    )
-    add("--conversational", type=switch, help="prompts as chat messages (default: true with a chat template)")
-    add("--problem_column", help="column of the problems (default: problem, question or prompt)")
-    add("--answer_column", help="column of the answers (default: answer, ...)")
-    add("--prompt_template", help="text around {problem} (default: none, as in the recipes)")
-    add("--system_prompt", help="system message (default: none, as in the recipes)")
-    add("--chat_template_kwargs", type=json_object, default={}, help="arguments of the chat template, JSON")
-    add(
-        "--vllm_gpu_memory_utilization",
-        type=float,
-        help="share of the memory for model and cache (default: vLLM's 0.92 on a GPU; on a CPU the cache has "
-        "VLLM_CPU_KVCACHE_SPACE or 4 GiB)",
-    )
-    add("--engine_kwargs", type=json_object, default={}, help="arguments of vllm.LLM: '{\"tensor_parallel_size\": 2}'")
-    add("--output_dir", help="new folder for results.json and completions.jsonl (default: runs/eval/<model>-<time>)")
-    return parser
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """
-    The type of an option that holds a JSON object.
-
-    Args:
-        text: What the user wrote.
-
-    Raises:
-        ArgumentTypeError: if it is other JSON; a `ValueError`, which argparse reports too, if it is none.
-    """
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, got {text}")
-    return value
-
-
-def switch(text: str) -> bool:
-    """
-    The type of an option that is true or false, in the words of a recipe.
-
-    Args:
-        text: What the user wrote.
-
-    Raises:
-        ArgumentTypeError: for any other word.
-    """
-    # Late: the import takes a second, and `--help` does not need it.
-    from transformers.hf_argparser import string_to_bool
-
-    return string_to_bool(text)
 
 
 # Checks before the engine starts ------------------------------------------------------------------------------------
@@ -338,50 +254,77 @@ def evaluate(
         head: What `results.json` begins with: `model`, `precision` and more.
         options: The options of the command.
     """
-    from .grade import grade, message_parser, reward_names
+    from .grade import reward_names
     from .sample import sample
     from .score import summarize, table
 
-    names = reward_names(reward_funcs)
+    named_rewards = dict(zip(reward_names(reward_funcs), reward_funcs, strict=True))
     rewards: dict[str, dict[str, list[list[Any]]]] = {}
     figures: dict[str, dict[str, float]] = {}
     # A new file: another evaluation may have been started with the same folder while it was empty.
     with (output / "completions.jsonl").open("x") as file:
-        for suite_name, rows in problems.items():
-            print(f"{suite_name}: {len(rows)} problems, {options.k} completions each", flush=True)
+        for suite, rows in problems.items():
+            print(f"{suite}: {len(rows)} problems, {options.k} completions each", flush=True)
             answers = sample(engine, rows, params, options.seed)
-
-            rewards[suite_name] = {name: [] for name in names}
-            written = 0
-            try:
-                for problem, completions in zip(rows, answers, strict=True):
-                    parse = message_parser(tokenizer, problem)
-                    if parse is not None:
-                        for completion in completions:
-                            completion["message"] = parse(completion["token_ids"])
-
-                    graded = {}
-                    for name, reward in zip(names, reward_funcs, strict=True):
-                        graded[name] = grade(reward, problem, completions)
-                        rewards[suite_name][name].append(graded[name])
-                    # One line a problem, so that a broken evaluation leaves what it has graded.
-                    file.write(_line(suite_name, problem, completions, graded))
-                    written += 1
-            except BaseException as error:
-                # Sampling took hours, and a reward that fails on one answer can be mended.
-                for problem, completions in zip(rows[written:], answers[written:], strict=True):
-                    file.write(_line(suite_name, problem, completions, None))
-                error.add_note(f"All completions so far are in {file.name}; from this problem on without rewards.")
-                raise
+            rewards[suite] = _grade_suite(suite, rows, answers, named_rewards, tokenizer, file)
             # A later suite may end the process without closing files.
             file.flush()
-            figures[suite_name] = _figures(answers)
+            figures[suite] = _figures(answers)
 
     summary = summarize(rewards, options.k, options.pass_at)
-    for suite_name, suite in summary["suites"].items():
-        suite |= figures[suite_name]
+    for suite, scores in summary["suites"].items():
+        scores |= figures[suite]
     (output / "results.json").write_text(json.dumps(head | summary, indent=2) + "\n")
     print(f"\n{head['model']}: {head['precision']}\n\n{table(summary)}\n\nwritten to {output / 'results.json'}")
+
+
+def _grade_suite(
+    suite: str,
+    rows: Sequence[Mapping[str, Any]],
+    answers: Sequence[Sequence[dict[str, Any]]],
+    named_rewards: Mapping[str, Callable[..., Any]],
+    tokenizer: Any,
+    file: TextIO,
+) -> dict[str, list[list[Any]]]:
+    """
+    Grade the completions of a suite, and write a line for each problem.
+
+    Args:
+        suite: Its name.
+        rows: Its problems.
+        answers: The completions of each problem.
+        named_rewards: The functions that grade, by their names.
+        tokenizer: The model's.
+        file: The open `completions.jsonl`.
+
+    Returns:
+        By the name of a reward, and for each problem, what it gave each completion.
+    """
+    from .grade import grade, message_parser
+
+    rewards: dict[str, list[list[Any]]] = {name: [] for name in named_rewards}
+    written = 0
+    try:
+        for problem, completions in zip(rows, answers, strict=True):
+            parse = message_parser(tokenizer, problem)
+            if parse is not None:
+                for completion in completions:
+                    completion["message"] = parse(completion["token_ids"])
+
+            graded = {}
+            for name, reward in named_rewards.items():
+                graded[name] = grade(reward, problem, completions)
+                rewards[name].append(graded[name])
+            # One line a problem, so that a broken evaluation leaves what it has graded.
+            file.write(_line(suite, problem, completions, graded))
+            written += 1
+    except BaseException as error:
+        # Sampling took hours, and a reward that fails on one answer can be mended.
+        for problem, completions in zip(rows[written:], answers[written:], strict=True):
+            file.write(_line(suite, problem, completions, None))
+        error.add_note(f"All completions so far are in {file.name}; from this problem on without rewards.")
+        raise
+    return rewards
 
 
 def _line(

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
     from ...quant.names import is_peft_model
     from ...quant.scheme import DEFAULT_IGNORE, resolve_scheme
     from ...quant.source import check_index
-    from ...validate.layers import unused_layer_targets, unused_patterns, words_of_unused, words_of_unused_targets
+    from ...validate.unused import unused_layer_targets, unused_patterns, words_of_unused, words_of_unused_targets
     from .frozen import distance_to_frozen, serving_the_two
     from .of_run import layers_of_run, say_if_base_differs, say_if_trained_as_another_model
 

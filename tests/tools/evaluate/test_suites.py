@@ -7,7 +7,8 @@ from conftest import make_tokenizer
 from lines import write_rows
 
 from qarl_trl.methods import QaRLScriptArguments
-from qarl_trl.tools.evaluate.command import _load_problems, make_parser
+from qarl_trl.tools.evaluate.command import _load_problems
+from qarl_trl.tools.evaluate.options import make_parser
 from qarl_trl.tools.evaluate.suites import MATH, SUITES, find_suites, load_problems
 from qarl_trl.train import load_datasets
 
