@@ -90,8 +90,9 @@ def math_reward(
 
     The answer is the last `\boxed{...}`, else the last line `#### 42`, as GSM8K's solutions have it, else the last
     expression announced as the answer ("the answer is 42"). A bare number somewhere in the text does not count. Boxes
-    close to each other count as one answer of several parts, so two guesses do not pay. What stands before `</think>`
-    counts only if no answer follows it.
+    close to each other count as one answer of several parts, so two guesses do not pay; of "the answer is 42 or 43"
+    the first counts. Case does not count: `V` passes for `v`. What stands before `</think>` counts only if no answer
+    follows it; a tokenizer with a `response_template` takes such thoughts away before.
 
     ```python
     >>> math_reward([r"So it is $\boxed{\frac{1}{2}}$.", "no idea"], answer=["0.5", "7"])
