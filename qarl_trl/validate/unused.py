@@ -23,19 +23,18 @@ def unused_patterns(model: nn.Module, ignore: Sequence[str]) -> list[str]:
         model: A quantized model.
         ignore: The names and patterns.
     """
-    # The name of a module is not that of the layers in it, which are quantized.
-    modules = [named for named in checkpoint_modules(model) if not any(quantized_modules(named[1]))]
-    linear = nn.Linear(1, 1, device="meta")
+    can_stay = []
+    for name, module in checkpoint_modules(model):
+        # The name of a module is not that of the layers in it, which are quantized.
+        if not any(quantized_modules(module)):
+            can_stay.append((name, module))
     for name, module in expert_modules(model):
         if has_known_layout(module):
-            for parameter in PROJECTIONS:
-                modules += [(layer, linear) for layer in layer_names(name, module, parameter)]
+            can_stay += _layers_of_experts(name, module)
 
-    names_of = names_for_patterns(model)
-    named = [(each, module) for name, module in modules for each in names_of(name)]
     # Those of the default are for all models.
     of_user = [pattern for pattern in ignore if pattern not in DEFAULT_IGNORE]
-    return [pattern for pattern in of_user if not any(match_targets(*pair, [pattern]) for pair in named)]
+    return _without_match(model, of_user, can_stay)
 
 
 def words_of_unused(patterns: Sequence[str]) -> str:
@@ -54,17 +53,14 @@ def unused_layer_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
         model: A quantized model.
         targets: The names and patterns, of all groups.
     """
-    linear = nn.Linear(1, 1, device="meta")
-    modules = list(checkpoint_modules(model))
-    quantized = [(name, linear) for name, module in modules if isinstance(module, LowBitLayer)]
+    quantized: list[tuple[str, nn.Module]] = []
+    for name, module in checkpoint_modules(model):
+        if isinstance(module, LowBitLayer):
+            quantized.append((name, _linear()))
     for name, module in expert_modules(model):
         if isinstance(module, QuantExperts):
-            for parameter in PROJECTIONS:
-                quantized += [(layer, linear) for layer in layer_names(name, module, parameter)]
-
-    names_of = names_for_patterns(model)
-    named = [(each, module) for name, module in quantized for each in names_of(name)]
-    return [target for target in targets if not any(match_targets(*pair, [target]) for pair in named)]
+            quantized += _layers_of_experts(name, module)
+    return _without_match(model, targets, quantized)
 
 
 def words_of_unused_targets(targets: Sequence[str]) -> str:
@@ -83,6 +79,43 @@ def unused_targets(model: nn.Module, adapter: Any) -> list[str]:
     targets = adapter.target_modules
     if targets is None or isinstance(targets, str):
         return []
+
     # As PEFT compares them.
     names = [f".{name}" for name, _ in model.named_modules()]
     return sorted(target for target in targets if not any(name.endswith(f".{target}") for name in names))
+
+
+def _linear() -> nn.Linear:
+    """A layer as a pattern for classes, such as `Linear`, sees those that became low-bit layers."""
+    return nn.Linear(1, 1, device="meta")
+
+
+def _layers_of_experts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers that a file has in place of a module of experts, by name."""
+    layers: list[tuple[str, nn.Module]] = []
+    for parameter in PROJECTIONS:
+        for layer in layer_names(name, module, parameter):
+            layers.append((layer, _linear()))
+    return layers
+
+
+def _without_match(model: nn.Module, patterns: Sequence[str], layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """
+    The patterns that match none of the layers.
+
+    Args:
+        model: Whose layers they are: it says by which names a layer can be meant.
+        patterns: Names and patterns.
+        layers: The layers, each with its name in a file.
+    """
+    names_of = names_for_patterns(model)
+    named = []
+    for name, module in layers:
+        for each in names_of(name):
+            named.append((each, module))
+
+    unmatched = []
+    for pattern in patterns:
+        if not any(match_targets(name, module, [pattern]) for name, module in named):
+            unmatched.append(pattern)
+    return unmatched
