@@ -26,6 +26,13 @@ _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_SEPARATOR}\d{{3}})+(?!\
 _START_OF_FORMULA = re.compile(r"\n|\\boxed\{|\$|\\[(\[]")
 _OPENING = re.compile(r"[(\[]|\\\{|\\langle")
 _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
+# \text{27.0} and \mathbf{\frac{1}{2}}: a number in another font, without letters but those of a fraction's command.
+_FONT_OF_NUMBER = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|boldsymbol|bm|mbox)\{"
+    r"((?:[^{}a-zA-Z\\]|\\[dt]?frac\{[^{}a-zA-Z]*\}\{[^{}a-zA-Z]*\})*)\}"
+)
+# \boxed{\approx 42}
+_RELATION_IN_BOX = re.compile(r"(\\boxed\{)\s*(?:\\approx|\\simeq|\\cong|\\sim|≈|=)(?![a-zA-Z])(?:\s|\\[,;! ])*")
 # \boxed{18.}, where the sentence ends in the box.
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
 _FINAL_ANSWER = "final answer is"
@@ -43,7 +50,19 @@ _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
 _MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+) (\d+)/(\d+)(?!\.?\d|/)")
 # Signs that math-verify does not read as LaTeX's commands.
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
-_FRACTIONS = {"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
+_SIGNS = {
+    "½": r"\frac{1}{2}",
+    "⅓": r"\frac{1}{3}",
+    "⅔": r"\frac{2}{3}",
+    "¼": r"\frac{1}{4}",
+    "¾": r"\frac{3}{4}",
+    "·": r"\cdot ",
+    "\N{MULTIPLICATION SIGN}": r"\times ",
+    "∞": r"\infty ",
+}
+# x² and 10⁻³
+_EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
+_DIGITS_OF_EXPONENTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _DATE = re.compile(r"(?<!\d)\d{4}-\d\d-\d\d(?!\d)")
 # math-verify compares floats to six places, in which numbers below this have no three digits left.
 _TINY = 1e-3
@@ -138,13 +157,16 @@ def _readings(text: str) -> list[str]:
     # In both: as it stands it also equals its first number.
     text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     read = text.replace("\N{MINUS SIGN}", "-")
+    read = _FONT_OF_NUMBER.sub(r"\1", read)
+    read = _RELATION_IN_BOX.sub(r"\1", read)
     read = _ESCAPED_DOLLAR.sub("", read)
     read = _THOUSANDS.sub(_without_separators, read)
     read = _STOP_IN_BRACES.sub("", read)
     read = read.replace("°", r"^\circ")
     read = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", read)
-    for sign, fraction in _FRACTIONS.items():
-        read = read.replace(sign, fraction)
+    for sign, command in _SIGNS.items():
+        read = read.replace(sign, command)
+    read = _EXPONENT.sub(lambda exponent: "^{" + exponent[0].translate(_DIGITS_OF_EXPONENTS) + "}", read)
     read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
     return [text] if read == text else [text, read]
 

@@ -114,8 +114,8 @@ def _prepare_devices(values: dict[str, Any], only_checks: bool, engine_only: boo
 
     if only_checks:
         if not torch.cuda.is_available():
-            # transformers then accepts a GPU's settings, bf16 among them.
-            values.setdefault("use_cpu", True)
+            # transformers then accepts a GPU's settings, bf16 among them. Also in place of `use_cpu: false`.
+            values["use_cpu"] = True
     elif not engine_only:
         let_segments_grow(values)
 

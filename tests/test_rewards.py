@@ -214,6 +214,26 @@ def log(monkeypatch, caplog):
         ("(Each pays 5 of it: The answer is $A = 58,500$.", "58500", 1.0),
         ("The answer is \N{MINUS SIGN}3.", "-3", 1.0),
         ("The answer is \N{MINUS SIGN}3.", "3", 0.0),
+        # A number in another font, and a relation before it.
+        (r"\boxed{\text{27}}", "27.0", 1.0),
+        (r"\boxed{\mathbf{27.0}}", "27", 1.0),
+        (r"\boxed{\text{28}}", "27.0", 0.0),
+        (r"\boxed{\mathbf{\frac{1}{2}}}", "0.5", 1.0),
+        (r"\boxed{\boldsymbol{\frac{1}{3}}}", "0.5", 0.0),
+        (r"\boxed{\approx 42}", "42", 1.0),
+        (r"\boxed{= 42}", "42", 1.0),
+        (r"\boxed{\approx 43}", "42", 0.0),
+        (r"\boxed{\approx 42} or \boxed{43}", "42", 0.0),
+        # Signs in place of LaTeX's commands.
+        (r"\boxed{x²}", "x^2", 1.0),
+        (r"\boxed{x³}", "x^2", 0.0),
+        (r"\boxed{x^{2}}", "x²", 1.0),
+        ("\\boxed{2 \N{MULTIPLICATION SIGN} 10⁻³}", "0.002", 1.0),
+        ("\\boxed{2 \N{MULTIPLICATION SIGN} 10³}", "0.002", 0.0),
+        (r"\boxed{2·3}", "6", 1.0),
+        (r"\boxed{2·3}", "23", 0.0),
+        (r"\boxed{(-∞, 3)}", r"(-\infty,3)", 1.0),
+        (r"\boxed{(-∞, 4)}", r"(-\infty,3)", 0.0),
         # A number that is not announced as the answer.
         ("I counted 42 apples on the way", "42", 0.0),
         # Parts of one message.

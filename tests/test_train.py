@@ -569,6 +569,8 @@ def test_a_dry_run_prints_batches_data_and_settings_and_needs_no_gpu(base, capsy
     assert "secret" not in printed
     assert "QaRLConfig.hub_token: '<hidden>'" in printed
 
+    # A recipe that says so is read for a CPU, too.
+    assert parse([*for_gpu, "--use_cpu", "false"], any_device=True)[1].use_cpu
     # Control: without the dry run transformers refuses them.
     with pytest.raises(ValueError, match="use_cpu"):
         parse(for_gpu)

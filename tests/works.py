@@ -339,6 +339,8 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row("HSDP", WORKS, "test_two_nodes_train_one_model", "without an engine"),
         Row("DeepSpeed ZeRO-3", WORKS, "test_zero3_syncs_and_trains_as_ddp"),
+        Row("DeepSpeed ZeRO-1, ZeRO-2", WORKS, "test_zero1_and_zero2_train_as_ddp"),
+        Row("a frozen base with DeepSpeed", REFUSED, "test_a_frozen_base_has_no_shards_but_those_of_fsdp2"),
         Row("FSDP1, offloaded shards", REFUSED, "test_shards_that_cannot_be_quantized_are_refused"),
         Row("FSDP2 on CPUs", REFUSED, "test_shards_of_several_cpus_are_refused", "accelerate would run DDP"),
         Row(

@@ -104,8 +104,10 @@ def keep_float32(accelerator: Any) -> None:
         accelerator: Before it prepares the model.
     """
     _keep_float32_under_fsdp2(accelerator)
-    if is_zero3(accelerator.state):
-        _keep_float32_under_zero3(accelerator.state.deepspeed_plugin.deepspeed_config)
+    plugin: Any = accelerator.state.deepspeed_plugin
+    # All of its stages round.
+    if plugin is not None:
+        _keep_float32_under_deepspeed(plugin.deepspeed_config)
 
 
 def _keep_float32_under_fsdp2(accelerator: Any) -> None:
@@ -126,7 +128,7 @@ def _keep_float32_under_fsdp2(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
-def _keep_float32_under_zero3(config: dict[str, Any]) -> None:
+def _keep_float32_under_deepspeed(config: dict[str, Any]) -> None:
     """
     Reduce and accumulate gradients in float32, unless DeepSpeed's configuration sets another dtype.
 

@@ -268,13 +268,19 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _check_sync(self, sync_check: SyncCheck) -> None:
         """Compare the engine with the learner."""
-        if self.mode == "server":
-            # First, because a server never answers if a rank lacks weights.
-            on_first(self.accelerator, lambda: self.vllm_client.require_synced())
-        elif self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
+        if self.mode != "server":
+            if self.enable_sleep_mode:
+                self.llm.wake_up(tags=["kv_cache"])
+            sync_check.check(self.prompt_logps, self.num_syncs)
+            return
 
-        sync_check.check(self.prompt_logps, self.num_syncs)
+        # First, because a server never answers if a rank lacks weights.
+        on_first(self.accelerator, lambda: self.vllm_client.require_synced())
+        try:
+            sync_check.check(self.prompt_logps, self.num_syncs)
+        finally:
+            # If another run has synced to the server meanwhile, that is the reason, whatever the check says.
+            on_first(self.accelerator, lambda: self.vllm_client.require_synced())
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
         """

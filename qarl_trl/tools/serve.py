@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -61,7 +62,13 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
         engine_only=True,
         method=method,
     )
-    url = urlsplit(args.vllm_server_base_url or "")
+    address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    url = urlsplit(address)
+    if url.port is None:
+        raise ValueError(
+            f"vllm_server_base_url must have a port for a server, got {address}: a trainer asks it at the port of "
+            f"its protocol. If a proxy listens there, give --vllm_server_base_url {address}:PORT to this command."
+        )
 
     # The config is read at the recipe's revision. No weights load here, so the rest of the model's settings is left
     # out.
@@ -70,18 +77,19 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     if _takes_vllm_share(args.device.type, keys_of(recipe)):
         del settings["gpu_memory_utilization"]
     settings["host"] = options.host
-    settings["port"] = url.port or args.vllm_server_port
+    settings["port"] = url.port
     command = [sys.executable, "-m", SERVER, *vllm_options(settings)]
 
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # enables the route that resets the prefix cache
     # The trainer may know this machine by another name than the address that the server listens on.
-    host_names = {options.host, url.hostname or options.host}
+    host_names = {options.host, str(url.hostname)}
     os.environ[HOSTS] = ",".join(host_names).lower()
 
     if script_args.dry_run:
         print(_shell_command(command, environment_before))
         return None
 
+    _check_free(options.host, url.port)
     # Only here, because a dry run must not print a key.
     sync_folder = str(args.sync_folder)
     os.environ[KEY] = find_key(sync_folder) or make_key(sync_folder)
@@ -105,6 +113,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: only this machine)")
     return parser
+
+
+def _check_free(host: str, port: int) -> None:
+    """Refuse (`ValueError`) an address that vLLM would find in use after it has loaded the model."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        # As vLLM's own: connections that are still closing do not count.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(address)
+        except OSError as error:
+            raise ValueError(
+                f"The server cannot listen on {host}:{port}: {error.strerror}. Stop what uses the port, or change "
+                "vllm_server_port or --host."
+            ) from error
 
 
 def _takes_vllm_share(device_type: str, keys: Collection[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from trl.import_utils import is_vllm_available
 
@@ -267,6 +268,7 @@ def check_engine(args: Any) -> None:
         raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
 
     _check_tokens(args)
+    _check_server_address(args)
     defaults = (args.vllm_engine_kwargs or {}).get("generation_config", "vllm")
     if defaults != "vllm":
         raise ValueError(
@@ -302,6 +304,21 @@ def _check_cache_size(args: Any) -> None:
             f"vllm_engine_kwargs: kv_cache_memory_bytes must be a number of bytes above 0, got {size!r}. 8 GiB are "
             f"{8 * 2**30}."
         )
+
+
+def _check_server_address(args: Any) -> None:
+    """Refuse (`ValueError`) a `vllm_server_base_url` that server and trainer would read otherwise than each other."""
+    url = getattr(args, "vllm_server_base_url", None)
+    if url is None:
+        return
+    try:
+        parts = urlsplit(url)
+        # Raises if it is no number.
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ValueError(f"vllm_server_base_url must be http://HOST:PORT, or with https, got {url!r}.")
 
 
 def _check_tokens(args: Any) -> None:

@@ -32,11 +32,11 @@ def check_placement(args: RunSettings) -> None:
 
     _check_parallelism(args)
     fsdp = fsdp_settings(args)
-    zero3 = is_zero3(args)
 
-    # Under FSDP2 each process has the whole base, and ZeRO-3 would shard it.
-    if args.frozen and zero3:
-        raise ValueError("lora_base='frozen' runs on one process, DDP or FSDP2. Or use 'merged'.")
+    # Under FSDP2 each process has the whole base, and ZeRO-3 would shard it. With the other stages of DeepSpeed, which
+    # casts all parameters, nobody has tried it.
+    if args.frozen and args.deepspeed_plugin is not None:
+        raise ValueError("lora_base='frozen' runs on one process, DDP or FSDP2, not with DeepSpeed. Or use 'merged'.")
 
     if fsdp:
         _check_fsdp(fsdp)

@@ -22,7 +22,8 @@ logger = get_logger(__name__)
 
 def check_prompts(name: str, config: PretrainedConfig, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
     """
-    Refuse prompts that the chat template cannot render, that are empty, or that fill the context of the engine.
+    Refuse prompts that the chat template cannot render, that are empty, that have tokens unknown to the model, or that
+    fill the context of the engine.
 
     Not checked: streamed data sets, prompts with images, and prompts that environments or a `rollout_func` complete.
 
@@ -47,7 +48,9 @@ def check_prompts(name: str, config: PretrainedConfig, args: RunSettings, traine
         if tokenizer is None:
             tokenizer = trainer_arguments.get("processing_class") or load_tokenizer(name, args)
         if not isinstance(tokenizer, ProcessorMixin):
-            _check_set(title, data, tokenizer, _context(config, args), args, trainer_arguments.get("tools"))
+            vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+            tools = trainer_arguments.get("tools")
+            _check_set(title, data, tokenizer, vocabulary, _context(config, args), args, tools)
 
 
 def _check_template(name: str, args: RunSettings, trainer_arguments: TrainerArguments) -> None:
@@ -114,7 +117,15 @@ def _context(config: PretrainedConfig, args: RunSettings) -> int | None:
     return args.vllm_max_model_length or of_model
 
 
-def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, args: RunSettings, tools: Any) -> None:
+def _check_set(
+    title: str,
+    data: Dataset,
+    tokenizer: Any,
+    vocabulary: int | None,
+    context: int | None,
+    args: RunSettings,
+    tools: Any,
+) -> None:
     """Refuse (`ValueError`) the first bad prompt of a data set; warn of those that leave little room for an answer."""
     # What a request asks for.
     limits = getattr(args, "generation_kwargs", None) or {}
@@ -125,7 +136,10 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
     budget = getattr(args, "max_tokens_per_pass", None)
     for first in range(0, len(data), ROWS):
         prompts = data[first : first + ROWS]["prompt"]
-        lengths = _lengths(title, first, prompts, tokenizer, args, tools)
+        token_ids = _tokenized(title, first, prompts, tokenizer, args, tools)
+        if vocabulary is not None:
+            _check_ids(title, first, token_ids, vocabulary)
+        lengths = [len(ids) for ids in token_ids]
         if 0 in lengths:
             raise ValueError(
                 f"{title}[{first + lengths.index(0)}]: the prompt has no tokens, and nothing can follow it. Leave "
@@ -179,13 +193,25 @@ def _check_set(title: str, data: Dataset, tokenizer: Any, context: int | None, a
         )
 
 
-def _lengths(
+def _check_ids(title: str, first: int, token_ids: Sequence[Sequence[int]], vocabulary: int) -> None:
+    """Refuse (`ValueError`) tokens that the model has no embedding for; the first prompt is row `first`."""
+    for row, ids in enumerate(token_ids, start=first):
+        largest = max(ids, default=0)
+        if largest >= vocabulary:
+            raise ValueError(
+                f"{title}[{row}]: the prompt has the token {largest}, and the model's vocabulary is {vocabulary}: the "
+                "tokenizer is another model's, or got tokens that the model did not. Use the model's own, or "
+                "model.resize_token_embeddings() and save it."
+            )
+
+
+def _tokenized(
     title: str, first: int, prompts: Sequence[Any], tokenizer: Any, args: RunSettings, tools: Any
-) -> list[int]:
-    """Numbers of tokens of prompts, the first of which is row `first`."""
+) -> list[list[int]]:
+    """Token ids of prompts, the first of which is row `first`."""
     try:
         # All rows at once; only after an error one by one.
-        return [len(ids) for ids in _token_ids(prompts, tokenizer, args, tools)]
+        return _token_ids(prompts, tokenizer, args, tools)
     except Exception:
         # Which row is it?
         for row, prompt in enumerate(prompts, start=first):

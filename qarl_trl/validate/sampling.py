@@ -18,8 +18,16 @@ REFUSED_OF_VLLM = {
     "n": ANSWERS,
     "logprobs": "of several candidates TRL takes the log-prob of the likeliest one for that of the sampled token",
 }
+# TRL's own arguments of a request come before those of `generation_kwargs`, which would replace them.
+OF_TRL = "TRL sets it in each request"
 REFUSED_OF_SERVER = REFUSED_OF_VLLM | {
-    "truncate_prompt_tokens": "the engine would answer a part of the prompt that the learner scores"
+    "truncate_prompt_tokens": "the engine would answer a part of the prompt that the learner scores",
+    "model": "another name than TRL's asks a frozen base without its adapter",
+    "use_beam_search": "its answers are no samples",
+    "prompt": OF_TRL,
+    "prompt_embeds": OF_TRL,
+    "stream": OF_TRL,
+    "return_token_ids": OF_TRL,
 }
 REFUSED_OF_TRANSFORMERS = {
     "num_return_sequences": ANSWERS,

@@ -70,6 +70,28 @@ def test_fsdp2_without_mixed_precision_is_left_alone(fsdp2_plugin):
     assert fsdp2_plugin.mixed_precision_policy is None
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_reduces_and_sums_gradients_in_float32_in_every_stage(stage):
+    config = {"zero_optimization": {"stage": stage}}
+    plugin = SimpleNamespace(zero_stage=stage, deepspeed_config=config)
+    state = SimpleNamespace(fsdp_plugin=None, deepspeed_plugin=plugin)
+
+    sharding.keep_float32(SimpleNamespace(state=state))
+
+    assert config["communication_data_type"] == "fp32"
+    assert config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_what_the_user_chose_for_deepspeed_stays():
+    config = {"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "bf16"}}
+    plugin = SimpleNamespace(zero_stage=2, deepspeed_config=dict(config))
+    state = SimpleNamespace(fsdp_plugin=None, deepspeed_plugin=plugin)
+
+    sharding.keep_float32(SimpleNamespace(state=state))
+
+    assert plugin.deepspeed_config == config
+
+
 @pytest.mark.parametrize(
     ("fsdp2", "chosen", "expected"),
     # The controls: what the user chose stays, also a False, and without FSDP2 nothing is set.

@@ -291,6 +291,34 @@ def test_a_server_answers_the_prompt_of_each_row(prompts, requests):
     assert sent == requests
 
 
+def test_a_server_to_which_another_run_has_synced_during_the_check_is_named_as_the_reason():
+    held = iter(["ours", "another run's"])
+
+    class Server:
+        """Another run syncs to it between the two times that it is asked."""
+
+        def require_synced(self):
+            version = next(held)
+            if version != "ours":
+                raise RuntimeError(f"must hold version 'ours', got {version}")
+
+    def check(engine_logps, number):
+        raise ValueError("the engine does not hold the synced weights")
+
+    engine = generation()
+    engine.mode = "server"
+    engine.vllm_client = Server()
+    engine.accelerator = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device="cpu")
+
+    with pytest.raises(RuntimeError, match="must hold version 'ours', got another run's"):
+        engine._check_sync(SimpleNamespace(check=check))
+
+    # Control: of a server that nobody else uses, the check's own error.
+    held = iter(["ours", "ours"])
+    with pytest.raises(ValueError, match="does not hold the synced weights"):
+        engine._check_sync(SimpleNamespace(check=check))
+
+
 # Failures -------------------------------------------------------------------------------------------------------
 
 

@@ -137,9 +137,28 @@ def test_zero3_syncs_and_trains_as_ddp(tmp_path, kind):
         assert 0 < apart < 3e-4 * moved
 
 
-def _train_in_two(model: str, folder: Path, zero3: bool, lora: bool, pieces: bool = False) -> dict[str, Any]:
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero1_and_zero2_train_as_ddp(tmp_path, stage):
+    """They shard the optimizer alone, which writes into the parameters itself."""
+    model = save_model(tmp_path / "model")
+    settings = SETTINGS | {"zero_optimization": {"stage": stage}}
+
+    ddp = _train_in_two(model, tmp_path / "ddp", False, False)
+    zero = _train_in_two(model, tmp_path / "zero", True, False, settings=settings)
+
+    assert same(ddp["master_weights"], zero["master_weights"])
+    # A store that does not see an update would keep the tensors of the start.
+    assert same(ddp["after"], zero["after"])
+    assert zero["calls"] == ddp["calls"]
+    # Control: it was trained.
+    assert not same(ddp["synced"], zero["after"])
+
+
+def _train_in_two(
+    model: str, folder: Path, zero3: bool, lora: bool, pieces: bool = False, **more: Any
+) -> dict[str, Any]:
     """The run of the first of two processes, after checks that both agree and that NaN reached no weight."""
-    changes = {"use_vllm": False, "max_completion_length": 8, "learner_ops": "stock"}
+    changes = {"use_vllm": False, "max_completion_length": 8, "learner_ops": "stock"} | more
     run = (model, str(folder), zero3, lora, changes, pieces)
     # Short, because a collective that only one process enters would wait for half an hour.
     first, second = isolated_group(_train, 2, *run, timeout=100)

@@ -3,12 +3,14 @@
 import json
 import os
 import shlex
+import socket
 from unittest.mock import patch
 
 import pytest
 import yaml
 
 from qarl_trl.methods import keys_of
+from qarl_trl.rollout.server.key import HOSTS
 from qarl_trl.tools import serve
 from qarl_trl.tools.serve import _takes_vllm_share, main, vllm_options
 from qarl_trl.train import parse
@@ -175,6 +177,43 @@ def test_without_a_scheme_the_engine_is_not_quantized(capsys, recipe):
 )
 def test_the_server_listens_on_the_port_that_the_trainer_asks(capsys, recipe, key, value, port):
     assert server_options(capsys, recipe, key, value)["--port"] == port
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        # A trainer would ask port 80.
+        ("http://127.0.0.1", "vllm_server_base_url must have a port for a server, got http://127.0.0.1"),
+        ("localhost:8117", "vllm_server_base_url must be http://HOST:PORT"),
+        ("http://127.0.0.1:port", "vllm_server_base_url must be http://HOST:PORT"),
+    ],
+)
+def test_an_address_that_the_trainer_reads_otherwise_is_refused(capsys, recipe, url, words):
+    with pytest.raises(ValueError, match=words):
+        server_options(capsys, recipe, "--vllm_server_base_url", url)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("--vllm_server_host", "Engine.cluster"), ("--vllm_server_base_url", "http://Engine.cluster:8000")],
+)
+def test_the_server_knows_the_name_by_which_the_trainer_asks(capsys, recipe, key, value):
+    with patch.dict(os.environ):
+        server_options(capsys, recipe, key, value, "--host", "0.0.0.0")
+
+        assert set(os.environ[HOSTS].split(",")) == {"0.0.0.0", "engine.cluster"}
+
+
+def test_a_port_in_use_is_found_before_a_model_loads(recipe):
+    with patch.dict(os.environ), socket.create_server(("127.0.0.1", 0)) as other:
+        port = ["--vllm_server_port", str(other.getsockname()[1])]
+
+        with pytest.raises(ValueError, match=r"The server cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
+            main(["--config", str(recipe), *port])
+
+        # Controls: a dry run may be on another machine, and another address is free.
+        assert main(["--config", str(recipe), "--dry_run", *port]) is None
+        assert main(["--config", str(recipe), "--host", "127.0.0.2", *port])
 
 
 def test_what_only_the_trainer_reads_may_be_missing_where_the_engine_is(capsys, recipe, monkeypatch):

@@ -147,6 +147,13 @@ WITH_SERVER = {
     [
         # The server would cut the prompt that the learner scores.
         (WITH_SERVER, "truncate_prompt_tokens", 8),
+        # It would answer without the adapter.
+        (WITH_SERVER, "model", "org/base"),
+        (WITH_SERVER, "use_beam_search", True),
+        # They would replace what TRL sets.
+        (WITH_SERVER, "prompt", "1+1="),
+        (WITH_SERVER, "stream", True),
+        (WITH_SERVER, "return_token_ids", False),
         # In one request for all answers of a group.
         (WITH_SERVER, "n", 1),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "n", 2),

@@ -57,6 +57,21 @@ def test_a_prompt_that_fills_the_context_is_refused_with_its_row_and_length(mode
 
 
 @pytest.mark.parametrize("row", [0, 1200])
+def test_a_token_that_the_model_does_not_know_is_refused_with_its_row(model, tmp_path, row):
+    """A tokenizer with tokens that the embedding did not get: torch would end in an IndexError while it samples."""
+    tokenizer = make_tokenizer()
+    # The embedding of a toy has more rows than its tokenizer has tokens.
+    tokenizer.add_tokens([f"<{number}>" for number in range(1000)])
+    args = config(tmp_path, per_device_train_batch_size=8, num_generations=4, max_completion_length=8)
+    prompts = ["1+1="] * 1500
+
+    check_run(model, args, {"train_dataset": texts(*prompts), "processing_class": tokenizer})  # control
+    prompts[row] = "1+<999>="
+    with pytest.raises(ValueError, match=rf"train_dataset\[{row}\]: the prompt has the token \d+, and the model's"):
+        check_run(model, args, {"train_dataset": texts(*prompts), "processing_class": tokenizer})
+
+
+@pytest.mark.parametrize("row", [0, 1200])
 @pytest.mark.parametrize("use_vllm", [True, False])
 def test_a_prompt_without_tokens_is_refused_with_its_row(model, tmp_path, row, use_vllm):
     prompts = ["1+1="] * 1500

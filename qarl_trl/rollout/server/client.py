@@ -71,6 +71,7 @@ class ServerClient(VLLMClient):
 
         Raises:
             ConnectionError: if no server is ready by then.
+            PermissionError: if the server does not know the name by which it is asked.
         """
         self.base_url = self.base_url.rstrip("/")
         self._set_up_session()
@@ -79,7 +80,11 @@ class ServerClient(VLLMClient):
         is_waiting = False
         while True:
             try:
-                self.session.get(f"{self.base_url}/health", timeout=10).raise_for_status()
+                answer = self.session.get(f"{self.base_url}/health", timeout=10)
+                # Of our server's guard; it does not pass with time.
+                if answer.status_code == 403:
+                    raise PermissionError(f"The server {self.base_url} refuses this trainer: {answer.text[:2000]}")
+                answer.raise_for_status()
                 # Not before: the server makes its key when it starts.
                 self.session.headers["Authorization"] = f"Bearer {find_key(self.sync_folder)}"
                 return

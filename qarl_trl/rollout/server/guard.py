@@ -84,7 +84,10 @@ class Guard:
         host = request.headers.get("host", "")
         # A browser sends the Origin of a page. Without one, the name of a page may still point to this machine.
         if "origin" in request.headers or not _known(host):
-            return f"Requests of web pages (with an Origin, or for another Host) are refused: {host!r}.", 403
+            return (
+                f"Requests of web pages (with an Origin, or for another Host) are refused: {host!r}. If a trainer "
+                "asks by this name, give `qarl-trl serve` the trainer's vllm_server_base_url or vllm_server_host."
+            ), 403
 
         if path == "/health":
             return None

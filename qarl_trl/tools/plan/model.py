@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
-from ...quant.layers.experts import PROJECTIONS, QuantExperts
+from ...quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules
 from ...quant.layers.layer import LowBitLayer, quantized_modules
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
@@ -136,6 +136,7 @@ def parameters(
         other_optimizer = "adamw_torch"
 
     low_bits = _low_bits(model, ranks)
+    stacks = _stacks_of_experts(model)
     layers = [f"{name}." for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
     counted = []
@@ -153,7 +154,10 @@ def parameters(
             optimizer = optimizers.get(name, other_optimizer)
 
         layer = _layer_of(name, layers)
-        counted.append(Parameter(name, tuple(param.shape), size, layer, optimizer, **low_bit))
+        holds_experts = id(param) in stacks
+        counted.append(
+            Parameter(name, tuple(param.shape), size, layer, optimizer, holds_experts=holds_experts, **low_bit)
+        )
     return tuple(counted)
 
 
@@ -163,6 +167,16 @@ def _trained_by_muon(model: nn.Module) -> dict[str, str]:
 
     matrices, experts, _ = split_parameters(model)
     return dict.fromkeys(matrices, "muon") | dict.fromkeys(experts, "experts")
+
+
+def _stacks_of_experts(model: nn.Module) -> set[int]:
+    """The `id`s of the parameters that hold all experts of a layer, as no kernel of a convolution does."""
+    stacks = set()
+    for _, module in expert_modules(model):
+        for param in module.parameters(recurse=False):
+            if param.dim() == 3:
+                stacks.add(id(param))
+    return stacks
 
 
 def _layer_of(name: str, layers: Sequence[str]) -> str:

@@ -31,6 +31,7 @@ class Parameter:
         gathered: Whether FSDP2 gathers quantized values instead of weights; each GPU then keeps those of its own rows.
         stored: Bytes of its low-bit tensors in a checkpoint.
         rounds_inputs: Whether the scheme also quantizes the inputs of the multiplication.
+        holds_experts: Whether it has the matrices of all experts of a layer, `(experts, out, in)`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Parameter:
     gathered: bool = False
     stored: int = 0
     rounds_inputs: bool = False
+    holds_experts: bool = False
 
     @property
     def entries(self) -> int:

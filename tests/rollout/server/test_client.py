@@ -153,6 +153,10 @@ def test_no_server_or_something_else_at_the_address_is_one_clear_error():
         ServerClient("nowhere", base_url="http://127.0.0.1:9")
 
     # Another program, which has no such route.
+    refusing = {"/health": lambda body: (403, "give `qarl-trl serve` the name")}
+    # At once: the guard's answer does not change.
+    with pytest.raises(PermissionError, match="refuses this trainer.*the name"), client_of(refusing, "", 60):
+        pass
     with pytest.raises(ConnectionError, match="404"), client_of({"/health": lambda body: (404, {})}):
         pass
 

@@ -13,11 +13,14 @@ from peft import LoraConfig, get_peft_model
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig
 
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.store import iter_low_bit_weights, low_bit_store
 from qarl_trl.tools.plan import model as meta
+from qarl_trl.tools.plan.memory.backward import _saved_for, layer_saved
 from qarl_trl.tools.plan.memory.engine import synced_bytes
+from qarl_trl.tools.plan.seconds.weights import expert_share
 from tools.plan.runs import example_run, nbytes, resident
 
 
@@ -45,6 +48,33 @@ def test_a_model_without_weights_counts_the_tensors_of_the_real_one(kind, scheme
     assert synced_bytes(run) == nbytes(streamed.values())
     assert resident(run)["quantized values"] == quantized_bytes(model)
     assert resident(run)["master weights"] == nbytes(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "share"),
+    [
+        ("qwen3_next", ["linear_attention", "full_attention"], 2 / 8),
+        ("lfm2", ["conv", "full_attention"], 1),
+    ],
+)
+def test_a_convolution_is_not_taken_for_experts(kind, layers, share):
+    """Its kernel has three dimensions, too: (channels, 1, width)."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2} if share < 1 else {}
+    config = AutoConfig.for_model(kind, num_hidden_layers=2, layer_types=layers, **experts)
+    skeleton = meta.model_without_weights(config, torch.float32)
+    run = example_run(skeleton, config, muon=False)
+
+    kernels = [parameter for parameter in run.in_layers if len(parameter.shape) == 3]
+    experts = [parameter.name for parameter in kernels if parameter.holds_experts]
+
+    assert len(experts) < len(kernels)
+    assert all(".experts." in name for name in experts)
+    assert expert_share(run) == share
+    # A token passes all channels.
+    kernel = next(parameter for parameter in kernels if not parameter.holds_experts)
+    assert _saved_for(kernel, run) == 2 * kernel.shape[0] * run.compute
+    # Ended in an AttributeError for a dense model.
+    assert layer_saved(run) > 0
 
 
 def test_a_sync_has_the_trained_copy_of_a_module_to_save_alone():

@@ -103,13 +103,17 @@ def _saved_for(parameter: Parameter, run: Run) -> int:
 
 def _saved_for_matrix(parameter: Parameter, run: Run) -> int:
     """Bytes per token of the input and the output of a matrix `(out, in)`, or of experts `(experts, out, in)`."""
+    if len(parameter.shape) > 2 and not parameter.holds_experts:
+        # A convolution over the tokens, each channel by itself (Qwen3-Next, LFM2, Mamba): (channels, 1, width).
+        return 2 * parameter.shape[0] * run.compute
+
     outputs, inputs = parameter.shape[-2:]
     input_size = run.compute
     if run.low_bit_forward and parameter.rounds_inputs:
         input_size = 1  # 8 bits
 
     saved = outputs * run.compute + inputs * input_size
-    if len(parameter.shape) == 3:  # a token passes only some experts
+    if parameter.holds_experts:  # a token passes only some of them
         return run.config.num_experts_per_tok * saved
     return saved
 

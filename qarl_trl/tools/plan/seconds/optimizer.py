@@ -6,7 +6,6 @@ from ..gpus import Gpu
 from ..memory.learner import optimizer_state, trained_bytes
 from ..run import Parameter, Run
 from .costs import Costs
-from .weights import is_expert
 
 
 # Newton-Schulz iterations of Muon: torch's default (`torch.optim.Muon`, `ns_steps`), which `optim.py` keeps.
@@ -45,7 +44,7 @@ def _muon_seconds(parameter: Parameter, gpu: Gpu, costs: Costs) -> float:
     *_, outputs, inputs = parameter.shape
     matrices = parameter.entries // (outputs * inputs)
     # Gate and up lie in one parameter, and are two matrices for Muon.
-    if is_expert(parameter) and "gate_up" in parameter.name:
+    if parameter.holds_experts and "gate_up" in parameter.name:
         matrices *= 2
         outputs //= 2
 

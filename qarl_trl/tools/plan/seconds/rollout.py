@@ -12,7 +12,7 @@ from ..memory.engine import cache_tokens, token_bytes
 from ..run import BFLOAT16, FLOAT32, Parameter, Run
 from .batch import Batch, answer_lengths
 from .costs import COSTS, Costs
-from .weights import active_entries, expert_share, is_expert, kind_of, products_per_second
+from .weights import active_entries, expert_share, kind_of, products_per_second
 
 
 # Bytes for each word of the vocabulary that sampling a token reads and writes: logits and probabilities, four float32
@@ -195,7 +195,7 @@ def _products(run: Run, served: Iterable[Parameter], gpu: Gpu, costs: Costs, ban
         for parameter in parameters:
             # As the engine holds it: low-bit tensors, or bfloat16.
             size = parameter.stored or BFLOAT16 * parameter.entries
-            if is_expert(parameter):
+            if parameter.holds_experts:
                 experts += size
             else:
                 dense += size

@@ -6,7 +6,7 @@ from ..gpus import Gpu
 from ..memory.engine import synced_bytes
 from ..run import Parameter, Run
 from .costs import COSTS, Costs
-from .weights import is_expert, kind_of
+from .weights import kind_of
 
 
 def sync_seconds(run: Run, gpu: Gpu, costs: Costs = COSTS) -> float:
@@ -41,7 +41,7 @@ def _sync_seconds_of(parameter: Parameter, stacked: bool, costs: Costs) -> float
     if parameter.in_adapter:
         return costs.sync_adapter
 
-    if is_expert(parameter):
+    if parameter.holds_experts:
         projections = 2 if "gate_up" in parameter.name else 1
         if stacked:
             return projections * (costs.sync_packed_stack if kind_of(parameter) == "packed" else costs.sync_stack)

@@ -34,16 +34,6 @@ def products_per_second(kind: str, gpu: Gpu, costs: Costs) -> float:
     return gpu.bf16 * share
 
 
-def is_expert(parameter: Parameter) -> bool:
-    """
-    Whether a parameter has the matrices of all experts of a layer, `(experts, out, in)`.
-
-    Args:
-        parameter: One of a run.
-    """
-    return len(parameter.shape) == 3
-
-
 def expert_share(run: Run) -> float:
     """
     Share of the experts that a token uses; 1 for a dense model.
@@ -51,7 +41,7 @@ def expert_share(run: Run) -> float:
     Args:
         run: The run.
     """
-    stacks = [parameter for parameter in run.in_layers if is_expert(parameter)]
+    stacks = [parameter for parameter in run.in_layers if parameter.holds_experts]
     if not stacks:
         return 1.0
     return run.config.num_experts_per_tok / stacks[0].shape[0]
@@ -67,6 +57,6 @@ def active_entries(run: Run, parameter: Parameter) -> float:
     """
     if len(parameter.shape) < 2:
         return 0.0
-    if is_expert(parameter):
+    if parameter.holds_experts:
         return parameter.entries * expert_share(run)
     return float(parameter.entries)
