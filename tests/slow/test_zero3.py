@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 in two processes on a CPU: it trains as DDP does, and syncs, saves and resumes (see `zero3`)."""
+"""DeepSpeed ZeRO in two processes on a CPU: it trains as DDP does, and syncs, saves and resumes (see `zero3`)."""
 
 from __future__ import annotations
 
@@ -137,14 +137,13 @@ def test_zero3_syncs_and_trains_as_ddp(tmp_path, kind):
         assert 0 < apart < 3e-4 * moved
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero1_and_zero2_train_as_ddp(tmp_path, stage):
+@pytest.mark.parametrize(("stage", "is_lora"), [(1, False), (2, False), (2, True)])
+def test_zero1_and_zero2_train_as_ddp(tmp_path, stage, is_lora):
     """They shard the optimizer alone, which writes into the parameters itself."""
     model = save_model(tmp_path / "model")
-    settings = SETTINGS | {"zero_optimization": {"stage": stage}}
 
-    ddp = _train_in_two(model, tmp_path / "ddp", False, False)
-    zero = _train_in_two(model, tmp_path / "zero", True, False, settings=settings)
+    ddp = _train_in_two(model, tmp_path / "ddp", False, is_lora)
+    zero = _train_in_two(model, tmp_path / "zero", True, is_lora, settings=_settings_of(stage))
 
     assert same(ddp["master_weights"], zero["master_weights"])
     # A store that does not see an update would keep the tensors of the start.
@@ -152,6 +151,11 @@ def test_zero1_and_zero2_train_as_ddp(tmp_path, stage):
     assert zero["calls"] == ddp["calls"]
     # Control: it was trained.
     assert not same(ddp["synced"], zero["after"])
+
+
+def _settings_of(stage: int) -> dict[str, Any]:
+    """DeepSpeed's settings in another stage than the third."""
+    return SETTINGS | {"zero_optimization": {"stage": stage}}
 
 
 def _train_in_two(
@@ -288,10 +292,10 @@ def test_the_address_of_a_gathered_parameter_is_no_key_and_bfloat16_rounds_gradi
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
-def _resume(model: str, folder: str, checkpoint: str | None, adapter: Any) -> dict[str, Any]:
+def _resume(model: str, folder: str, checkpoint: str | None, adapter: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """A run from its start or from a checkpoint."""
     changes = {"use_vllm": False, "max_completion_length": 8, "save_strategy": "steps", "save_steps": 2}
-    trainer = trainer_of_two(model, folder, True, True, **changes, peft_config=adapter)
+    trainer = trainer_of_two(model, folder, True, True, settings, **changes, peft_config=adapter)
     trainer.train(checkpoint)
 
     results = {
@@ -306,15 +310,16 @@ def _resume(model: str, folder: str, checkpoint: str | None, adapter: Any) -> di
     return results
 
 
-@pytest.mark.parametrize("kind", ["lora", "experts"])
-def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "stage"), [("lora", 3), ("experts", 3), ("dense", 2), ("lora", 2)])
+def test_a_resumed_run_ends_in_the_same_master_weights(tmp_path, kind, stage):
     model = save_model(tmp_path / "model", experts=4 if kind == "experts" else 0)
     adapter = random_adapter() if kind == "lora" else None
     # Of four steps, between two rollout batches.
     half = tmp_path / "run" / "checkpoint-2"
 
-    straight = isolated_group(_resume, 2, model, str(tmp_path / "run"), None, adapter, timeout=120)
-    again = isolated_group(_resume, 2, model, str(tmp_path / "again"), str(half), adapter, timeout=120)
+    settings = SETTINGS if stage == 3 else _settings_of(stage)
+    straight = isolated_group(_resume, 2, model, str(tmp_path / "run"), None, adapter, settings, timeout=120)
+    again = isolated_group(_resume, 2, model, str(tmp_path / "again"), str(half), adapter, settings, timeout=120)
 
     stored = as_bytes(stored_tensors(half / "low_bit").items())
     for uninterrupted, resumed in zip(straight, again, strict=True):

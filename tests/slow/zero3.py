@@ -92,7 +92,7 @@ def master_weights(trainer: Any) -> dict[str, np.ndarray]:
     arrays = {}
     # With an adapter the base has no master weights.
     for name, parameter in trained_parameters(trainer._unwrapped).items():
-        if trainer._dist.is_zero3:
+        if trainer.is_deepspeed_enabled:
             from deepspeed.utils import safe_get_full_fp32_param
 
             # The parameter may be a bfloat16 copy; the float32 numbers are those of DeepSpeed's optimizer.
