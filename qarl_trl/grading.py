@@ -28,11 +28,15 @@ _OPENING = re.compile(r"[(\[]|\\\{|\\langle")
 _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 # \text{27.0} and \mathbf{\frac{1}{2}}: a number in another font, without letters but those of a fraction's command.
 _FONT_OF_NUMBER = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|boldsymbol|bm|mbox)\{"
+    # Not after a command, whose argument it is, and not without a digit: 5\text{-}12 is no difference.
+    r"(?<![a-zA-Z])\\(?:text|textbf|textit|textrm|mathrm|mathbf|boldsymbol|bm|mbox)\{(?=[^{}]*\d|[\s,.]*\}|\\[dt]?frac)"
     r"((?:[^{}a-zA-Z\\]|\\[dt]?frac\{[^{}a-zA-Z]*\}\{[^{}a-zA-Z]*\})*)\}"
 )
 # \boxed{\approx 42}
-_RELATION_IN_BOX = re.compile(r"(\\boxed\{)\s*(?:\\approx|\\simeq|\\cong|\\sim|≈|=)(?![a-zA-Z])(?:\s|\\[,;! ])*")
+_RELATION_IN_BOX = re.compile(
+    # \sim before a letter is a negation.
+    r"(\\boxed\{)\s*(?:(?:\\approx|\\simeq|\\cong|≈|=)(?![a-zA-Z])|\\sim(?=\s*[-+$\d.]))(?:\s|\\[,;! ])*"
+)
 # \boxed{18.}, where the sentence ends in the box.
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
 _FINAL_ANSWER = "final answer is"
@@ -157,8 +161,8 @@ def _readings(text: str) -> list[str]:
     # In both: as it stands it also equals its first number.
     text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     read = text.replace("\N{MINUS SIGN}", "-")
-    read = _FONT_OF_NUMBER.sub(r"\1", read)
     read = _RELATION_IN_BOX.sub(r"\1", read)
+    read = _FONT_OF_NUMBER.sub(r"\1", read)
     read = _ESCAPED_DOLLAR.sub("", read)
     read = _THOUSANDS.sub(_without_separators, read)
     read = _STOP_IN_BRACES.sub("", read)

@@ -226,6 +226,12 @@ def log(monkeypatch, caplog):
         (r"\boxed{\approx 42} or \boxed{43}", "42", 0.0),
         # Signs in place of LaTeX's commands.
         (r"\boxed{x²}", "x^2", 1.0),
+        (r"\boxed{\sim 5}", "5", 1.0),
+        # A negation; a range; the argument of a root.
+        (r"\boxed{\sim p}", "p", 0.0),
+        (r"\boxed{5\text{-}12}", "-7", 0.0),
+        (r"\boxed{\sqrt\mathbf{16}}", "6", 0.0),
+        (r"\boxed{3\text{,}000}", "3000", 1.0),
         (r"\boxed{x³}", "x^2", 0.0),
         (r"\boxed{x^{2}}", "x²", 1.0),
         ("\\boxed{2 \N{MULTIPLICATION SIGN} 10⁻³}", "0.002", 1.0),

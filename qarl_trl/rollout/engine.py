@@ -278,9 +278,10 @@ class LowBitVLLMGeneration(VLLMGeneration):
         on_first(self.accelerator, lambda: self.vllm_client.require_synced())
         try:
             sync_check.check(self.prompt_logps, self.num_syncs)
-        finally:
-            # If another run has synced to the server meanwhile, that is the reason, whatever the check says.
+        except Exception:
+            # If another run has synced to the server meanwhile, that is the reason, and not what the check says.
             on_first(self.accelerator, lambda: self.vllm_client.require_synced())
+            raise
 
     def prompt_logps(self, token_ids: Sequence[int]) -> Tensor:
         """

@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> Callable[[], None] | None:
     if url.port is None:
         raise ValueError(
             f"vllm_server_base_url must have a port for a server, got {address}: a trainer asks it at the port of "
-            f"its protocol. If a proxy listens there, give --vllm_server_base_url {address}:PORT to this command."
+            "its protocol. If a proxy listens there, give this command --vllm_server_base_url "
+            f"{url.scheme}://{url.hostname}:PORT."
         )
 
     # The config is read at the recipe's revision. No weights load here, so the rest of the model's settings is left
@@ -116,13 +117,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Refuse (`ValueError`) an address that vLLM would find in use after it has loaded the model."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    """Refuse (`ValueError`) an address on which vLLM could not listen, in one line: its own error has a dozen."""
+    # As vLLM chooses it (`entrypoints/launcher.py`, 0.31).
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         # As vLLM's own: connections that are still closing do not count.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            trial.bind(address)
+            trial.bind((host, port))
         except OSError as error:
             raise ValueError(
                 f"The server cannot listen on {host}:{port}: {error.strerror}. Stop what uses the port, or change "

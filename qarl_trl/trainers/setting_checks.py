@@ -307,18 +307,33 @@ def _check_cache_size(args: Any) -> None:
 
 
 def _check_server_address(args: Any) -> None:
-    """Refuse (`ValueError`) a `vllm_server_base_url` that server and trainer would read otherwise than each other."""
-    url = getattr(args, "vllm_server_base_url", None)
-    if url is None:
+    """Refuse (`ValueError`) an address of a server that is none, or that the two ends would read otherwise."""
+    if not args.has_engine or args.vllm_mode != "server":
         return
+
+    url = args.vllm_server_base_url
+    if url:
+        if not _is_address(url):
+            raise ValueError(f"vllm_server_base_url must be http://HOST:PORT, or with https, got {url!r}.")
+        return
+
+    host, port = args.vllm_server_host, args.vllm_server_port
+    # With a port of its own the host would be two.
+    if not _is_address(f"http://{host}:{port}") or _is_address(f"{host}:{port}"):
+        raise ValueError(
+            "vllm_server_host must be a name or an address, in brackets if it has colons, and vllm_server_port "
+            f"between 1 and 65535, got {host!r} and {port}."
+        )
+
+
+def _is_address(url: str) -> bool:
+    """Whether a URL names a host, and a port only if it is a number of one."""
     try:
         parts = urlsplit(url)
-        # Raises if it is no number.
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        # `port` raises if it is no such number.
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        is_address = False
-    if not is_address:
-        raise ValueError(f"vllm_server_base_url must be http://HOST:PORT, or with https, got {url!r}.")
+        return False
 
 
 def _check_tokens(args: Any) -> None:

@@ -15,6 +15,11 @@ from ..quant.names import checkpoint_modules
 from ..quant.scheme import DEFAULT_IGNORE
 
 
+# A layer as a pattern for classes, such as `Linear`, sees those that became low-bit layers. One for all of them: a
+# mixture has thousands.
+_LINEAR = nn.Linear(1, 1, device="meta")
+
+
 def unused_patterns(model: nn.Module, ignore: Sequence[str]) -> list[str]:
     """
     Ignored names that keep nothing in high precision: with a typing error a layer that was to stay is quantized.
@@ -56,7 +61,7 @@ def unused_layer_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     quantized: list[tuple[str, nn.Module]] = []
     for name, module in checkpoint_modules(model):
         if isinstance(module, LowBitLayer):
-            quantized.append((name, _linear()))
+            quantized.append((name, _LINEAR))
     for name, module in expert_modules(model):
         if isinstance(module, QuantExperts):
             quantized += _layers_of_experts(name, module)
@@ -85,17 +90,12 @@ def unused_targets(model: nn.Module, adapter: Any) -> list[str]:
     return sorted(target for target in targets if not any(name.endswith(f".{target}") for name in names))
 
 
-def _linear() -> nn.Linear:
-    """A layer as a pattern for classes, such as `Linear`, sees those that became low-bit layers."""
-    return nn.Linear(1, 1, device="meta")
-
-
 def _layers_of_experts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers that a file has in place of a module of experts, by name."""
     layers: list[tuple[str, nn.Module]] = []
     for parameter in PROJECTIONS:
         for layer in layer_names(name, module, parameter):
-            layers.append((layer, _linear()))
+            layers.append((layer, _LINEAR))
     return layers
 
 

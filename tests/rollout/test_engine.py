@@ -303,7 +303,7 @@ def test_a_server_to_which_another_run_has_synced_during_the_check_is_named_as_t
                 raise RuntimeError(f"must hold version 'ours', got {version}")
 
     def check(engine_logps, number):
-        raise ValueError("the engine does not hold the synced weights")
+        raise RuntimeError("the engine does not hold the synced weights")
 
     engine = generation()
     engine.mode = "server"
@@ -315,7 +315,7 @@ def test_a_server_to_which_another_run_has_synced_during_the_check_is_named_as_t
 
     # Control: of a server that nobody else uses, the check's own error.
     held = iter(["ours", "ours"])
-    with pytest.raises(ValueError, match="does not hold the synced weights"):
+    with pytest.raises(RuntimeError, match="does not hold the synced weights"):
         engine._check_sync(SimpleNamespace(check=check))
 
 

@@ -204,13 +204,30 @@ def test_the_server_knows_the_name_by_which_the_trainer_asks(capsys, recipe, key
         assert set(os.environ[HOSTS].split(",")) == {"0.0.0.0", "engine.cluster"}
 
 
-def test_a_port_in_use_is_found_before_a_model_loads(recipe):
+@pytest.mark.parametrize(("host", "port"), [("::1", "8000"), ("http://10.0.0.2", "8000"), ("node7", "70000")])
+def test_a_host_or_a_port_that_is_none_is_refused_by_its_name(capsys, recipe, host, port):
+    with pytest.raises(ValueError, match="vllm_server_host must be a name or an address.*vllm_server_port"):
+        server_options(capsys, recipe, "--vllm_server_host", host, "--vllm_server_port", port)
+
+    # Control: an address with colons, in brackets.
+    assert server_options(capsys, recipe, "--vllm_server_host", "[::1]")["--port"] == "8000"
+
+
+def test_addresses_of_a_server_are_not_read_without_one(recipe):
+    colocated = ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_server_base_url", "localhost:8000"]
+
+    assert parse(["--config", str(recipe), *colocated])[1].vllm_server_base_url == "localhost:8000"
+
+
+def test_a_port_in_use_is_said_in_one_line(recipe):
     with patch.dict(os.environ), socket.create_server(("127.0.0.1", 0)) as other:
         port = ["--vllm_server_port", str(other.getsockname()[1])]
 
         with pytest.raises(ValueError, match=r"The server cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
             main(["--config", str(recipe), *port])
 
+        with pytest.raises(ValueError, match="The server cannot listen on nowhere.invalid:"):
+            main(["--config", str(recipe), "--host", "nowhere.invalid"])
         # Controls: a dry run may be on another machine, and another address is free.
         assert main(["--config", str(recipe), "--dry_run", *port]) is None
         assert main(["--config", str(recipe), "--host", "127.0.0.2", *port])

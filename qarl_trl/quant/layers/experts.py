@@ -132,10 +132,20 @@ class QuantExperts(LowBitLayer, nn.Module):
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules of `model` with experts as 3-D parameters, quantized or not, by their checkpoint names."""
     for name, module in checkpoint_modules(model):
-        if isinstance(module, _ConvNd):  # its kernels have three dimensions, too
-            continue
-        if any(_is_stack(local, param) for local, param in module.named_parameters(recurse=False)):
+        if stacks_of(module):
             yield name, module
+
+
+def stacks_of(module: nn.Module) -> list[nn.Parameter]:
+    """
+    The parameters of a module itself, not of those in it, that hold the matrices of experts.
+
+    Args:
+        module: Any module.
+    """
+    if isinstance(module, _ConvNd):  # its kernels have three dimensions, too
+        return []
+    return [param for local, param in module.named_parameters(recurse=False) if _is_stack(local, param)]
 
 
 def _is_stack(local: str, param: nn.Parameter) -> bool:

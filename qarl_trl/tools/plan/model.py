@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...quant import apply_quantization
-from ...quant.layers.experts import PROJECTIONS, QuantExperts, expert_modules
+from ...quant.layers.experts import PROJECTIONS, QuantExperts, stacks_of
 from ...quant.layers.layer import LowBitLayer, quantized_modules
 from ...quant.quantize import meta_tensors
 from ...quant.scheme import support_of
@@ -171,11 +171,10 @@ def _trained_by_muon(model: nn.Module) -> dict[str, str]:
 
 def _stacks_of_experts(model: nn.Module) -> set[int]:
     """The `id`s of the parameters that hold all experts of a layer, as no kernel of a convolution does."""
-    stacks = set()
-    for _, module in expert_modules(model):
-        for param in module.parameters(recurse=False):
-            if param.dim() == 3:
-                stacks.add(id(param))
+    stacks: set[int] = set()
+    # All modules: an adapter keeps the experts in one of its own.
+    for module in model.modules():
+        stacks.update(map(id, stacks_of(module)))
     return stacks
 
 

@@ -77,6 +77,19 @@ def test_a_convolution_is_not_taken_for_experts(kind, layers, share):
     assert layer_saved(run) > 0
 
 
+def test_an_adapter_of_experts_leaves_them_experts():
+    """PEFT keeps them in modules of its own."""
+    config = make_model("qwen3_moe").config
+    adapter = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    plain = example_run(meta.model_without_weights(config, torch.float32), config, muon=False)
+    adapted = example_run(meta.model_without_weights(config, torch.float32, adapter), config, muon=False)
+
+    def stacks(run):
+        return [parameter.shape for parameter in run.in_layers if parameter.holds_experts]
+
+    assert stacks(adapted) == stacks(plain) != []
+
+
 def test_a_sync_has_the_trained_copy_of_a_module_to_save_alone():
     """The learner keeps both, for the reference."""
     adapter = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
