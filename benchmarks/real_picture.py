@@ -45,6 +45,7 @@ MARKS = {"GRPO": "o", "TBPO": "^"}
 SETTINGS = {
     "g64": "groups of 64",
     "channel": "one scale per channel",
+    "channel_portable": "the same, on a CPU without AVX-512",
     "stale": "8 updates a batch",
     "fp8": "float8",
     "undistilled": "groups of 64, another start",
