@@ -100,6 +100,8 @@ def model_without_weights(
     if key in _models:
         return _models[key]
 
+    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
+        raise ValueError(f"plan knows models of text, and {config.model_type} is none: its parts have other layers.")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if adapter is not None:

@@ -188,6 +188,15 @@ class Run:
         return explicit or self.config.hidden_size // self.config.num_attention_heads
 
     @property
+    def attended(self) -> int:
+        """Entries of a head's key and of its value together: attention multiplies by both."""
+        # Latent attention (MLA) has keys of two parts, and values of a size of their own.
+        rotated = getattr(self.config, "qk_rope_head_dim", None)
+        if rotated:
+            return self.config.qk_nope_head_dim + rotated + self.config.v_head_dim
+        return 2 * self.head_dim
+
+    @property
     def residual(self) -> int:
         """Bytes per entry of the hidden states between layers."""
         size = self.parameters[0].size

@@ -77,6 +77,11 @@ def test_a_convolution_is_not_taken_for_experts(kind, layers, share):
     assert layer_saved(run) > 0
 
 
+def test_a_model_of_text_and_images_is_refused_in_one_line():
+    with pytest.raises(ValueError, match=r"plan knows models of text, and qwen3_vl is none[^\n]*$"):
+        meta.model_without_weights(AutoConfig.for_model("qwen3_vl"), torch.float32)
+
+
 def test_an_adapter_of_experts_leaves_them_experts():
     """PEFT keeps them in modules of its own."""
     config = make_model("qwen3_moe").config

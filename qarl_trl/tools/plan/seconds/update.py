@@ -156,7 +156,7 @@ class Learner:
         config = self.run.config
         row = self.batch.prompt_tokens + self.batch.answer_tokens
         # Two products, of queries with keys and of scores with values, of 2 flops each; causality halves them.
-        flops = 2 * row * config.num_attention_heads * self.run.head_dim * config.num_hidden_layers
+        flops = row * config.num_attention_heads * self.run.attended * config.num_hidden_layers
         return flops / (self.gpu.bf16 * self.costs.attention_share)
 
     @property

@@ -221,6 +221,14 @@ def test_an_update_is_five_products_of_layers_and_of_the_head():
     assert update_seconds(run, batch_of(has_old=False), ROUND, FREE) == pytest.approx(expected - saved)
 
 
+def test_latent_attention_multiplies_by_keys_of_two_parts_and_by_smaller_values():
+    run = run_of("Qwen/Qwen3-8B")
+    assert run.attended == 2 * 128
+
+    sizes = {"head_dim": 64, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    assert replace(run, config=PretrainedConfig(**sizes)).attended == 128 + 64 + 128
+
+
 def test_an_adapter_has_no_gradients_of_the_matrices():
     full = update_seconds(run_of("Qwen/Qwen3-8B"), batch_of(), ROUND, FREE)
     adapter = update_seconds(run_of("Qwen/Qwen3-8B", lora=True), batch_of(), ROUND, FREE)
