@@ -17,7 +17,7 @@ from .boxes import has_box_before, last_box, last_boxes, places_of_parts
 _EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![^\s.,;:!?)])")
 # What math-verify reads otherwise than a person does. A text that has any of these is read as it is, and without.
 # 4.5e33, which would be Euler's number times 33: Minerva writes a fifth of its answers so.
-_E_NOTATION = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
+_E_NOTATION = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
 # \$18, as Markdown has it; in LaTeX the same dollar sign.
 _ESCAPED_DOLLAR = re.compile(r"(?<!\\)\\\$\s*(?=[\d.])")
 # 58,500 in LaTeX and out of it, unless it is in brackets: (2,100) is a pair.
@@ -28,14 +28,15 @@ _OPENING = re.compile(r"[(\[]|\\\{|\\langle")
 _CLOSING = re.compile(r"[)\]]|\\\}|\\rangle")
 # \text{27.0} and \mathbf{\frac{1}{2}}: a number in another font, without letters but those of a fraction's command.
 _FONT_OF_NUMBER = re.compile(
-    # Not after a command, whose argument it is, and not without a digit: 5\text{-}12 is no difference.
-    r"(?<![a-zA-Z])\\(?:text|textbf|textit|textrm|mathrm|mathbf|boldsymbol|bm|mbox)\{(?=[^{}]*\d|[\s,.]*\}|\\[dt]?frac)"
-    r"((?:[^{}a-zA-Z\\]|\\[dt]?frac\{[^{}a-zA-Z]*\}\{[^{}a-zA-Z]*\})*)\}"
+    # What stands before it may take it as an argument: \sqrt\mathbf{16}.
+    r"(?P<before>(?:\\[a-zA-Z]+|[\]}])\s*)?"
+    # Not without a digit: 5\text{-}12 is no difference.
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|boldsymbol|bm|mbox)\{(?=[^{}]*\d|[\s,.()]*\}|\\[dt]?frac)"
+    r"(?P<number>(?:[^{}a-zA-Z\\]|\\[dt]?frac\{[^{}a-zA-Z]*\}\{[^{}a-zA-Z]*\})*)\}"
 )
-# \boxed{\approx 42}
+# \boxed{\approx 42}. \sim before a letter is a negation.
 _RELATION_IN_BOX = re.compile(
-    # \sim before a letter is a negation.
-    r"(\\boxed\{)\s*(?:(?:\\approx|\\simeq|\\cong|≈|=)(?![a-zA-Z])|\\sim(?=\s*[-+$\d.]))(?:\s|\\[,;! ])*"
+    r"(\\boxed\{)\s*(?:(?:\\approx|\\simeq|\\cong|≈|=)(?![a-zA-Z])|\\sim(?!\s*[a-zA-Z(]))(?:\s|\\[,;! ])*"
 )
 # \boxed{18.}, where the sentence ends in the box.
 _STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
@@ -161,8 +162,8 @@ def _readings(text: str) -> list[str]:
     # In both: as it stands it also equals its first number.
     text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
     read = text.replace("\N{MINUS SIGN}", "-")
+    read = _FONT_OF_NUMBER.sub(_without_font, read)
     read = _RELATION_IN_BOX.sub(r"\1", read)
-    read = _FONT_OF_NUMBER.sub(r"\1", read)
     read = _ESCAPED_DOLLAR.sub("", read)
     read = _THOUSANDS.sub(_without_separators, read)
     read = _STOP_IN_BRACES.sub("", read)
@@ -173,6 +174,13 @@ def _readings(text: str) -> list[str]:
     read = _EXPONENT.sub(lambda exponent: "^{" + exponent[0].translate(_DIGITS_OF_EXPONENTS) + "}", read)
     read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
     return [text] if read == text else [text, read]
+
+
+def _without_font(match: re.Match[str]) -> str:
+    """A number that [`_FONT_OF_NUMBER`] has found, in braces where it may be an argument."""
+    before = match["before"] or ""
+    number = match["number"]
+    return f"{before}{{{number}}}" if before and any(map(str.isdigit, number)) else before + number
 
 
 def _with_parts_in_one_box(text: str) -> str:

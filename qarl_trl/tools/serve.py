@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check_free(host: str, port: int) -> None:
     """Refuse (`ValueError`) an address on which vLLM could not listen, in one line: its own error has a dozen."""
-    # As vLLM chooses it (`entrypoints/launcher.py`, 0.31).
+    # As vLLM chooses it (`entrypoints/launchers/launcher.py`, 0.31).
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trial:
         # As vLLM's own: connections that are still closing do not count.
@@ -127,8 +127,8 @@ def _check_free(host: str, port: int) -> None:
             trial.bind((host, port))
         except OSError as error:
             raise ValueError(
-                f"The server cannot listen on {host}:{port}: {error.strerror}. Stop what uses the port, or change "
-                "vllm_server_port or --host."
+                f"The server cannot listen on {host}:{port}: {error.strerror}. Change --host or vllm_server_port, or "
+                "stop what uses the port."
             ) from error
 
 

@@ -317,9 +317,11 @@ def _check_server_address(args: Any) -> None:
             raise ValueError(f"vllm_server_base_url must be http://HOST:PORT, or with https, got {url!r}.")
         return
 
-    host, port = args.vllm_server_host, args.vllm_server_port
-    # With a port of its own the host would be two.
-    if not _is_address(f"http://{host}:{port}") or _is_address(f"{host}:{port}"):
+    host = args.vllm_server_host
+    port = args.vllm_server_port
+    url = f"http://{host}:{port}"
+    # A host with a port, a protocol or a path of its own would be read otherwise.
+    if not _is_address(url) or urlsplit(url).hostname != host.strip("[]").lower() or urlsplit(url).port != port:
         raise ValueError(
             "vllm_server_host must be a name or an address, in brackets if it has colons, and vllm_server_port "
             f"between 1 and 65535, got {host!r} and {port}."

@@ -204,7 +204,9 @@ def test_the_server_knows_the_name_by_which_the_trainer_asks(capsys, recipe, key
         assert set(os.environ[HOSTS].split(",")) == {"0.0.0.0", "engine.cluster"}
 
 
-@pytest.mark.parametrize(("host", "port"), [("::1", "8000"), ("http://10.0.0.2", "8000"), ("node7", "70000")])
+@pytest.mark.parametrize(
+    ("host", "port"), [("::1", "8000"), ("http://10.0.0.2", "8000"), ("node7/", "8000"), ("node7", "70000")]
+)
 def test_a_host_or_a_port_that_is_none_is_refused_by_its_name(capsys, recipe, host, port):
     with pytest.raises(ValueError, match="vllm_server_host must be a name or an address.*vllm_server_port"):
         server_options(capsys, recipe, "--vllm_server_host", host, "--vllm_server_port", port)

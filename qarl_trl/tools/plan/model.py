@@ -100,8 +100,9 @@ def model_without_weights(
     if key in _models:
         return _models[key]
 
-    if type(config) not in AutoModelForCausalLM._model_mapping and not hasattr(config, "auto_map"):
-        raise ValueError(f"plan knows models of text, and {config.model_type} is none: its parts have other layers.")
+    has_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in AutoModelForCausalLM._model_mapping and not has_code:
+        raise ValueError(f"plan knows what AutoModelForCausalLM builds, and {config.model_type} is no such model.")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if adapter is not None:

@@ -191,9 +191,9 @@ class Run:
     def attended(self) -> int:
         """Entries of a head's key and of its value together: attention multiplies by both."""
         # Latent attention (MLA) has keys of two parts, and values of a size of their own.
-        rotated = getattr(self.config, "qk_rope_head_dim", None)
-        if rotated:
-            return self.config.qk_nope_head_dim + rotated + self.config.v_head_dim
+        plain = getattr(self.config, "qk_nope_head_dim", None)
+        if plain:
+            return plain + self.config.qk_rope_head_dim + self.config.v_head_dim
         return 2 * self.head_dim
 
     @property

@@ -78,7 +78,9 @@ def test_a_convolution_is_not_taken_for_experts(kind, layers, share):
 
 
 def test_a_model_of_text_and_images_is_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"plan knows models of text, and qwen3_vl is none[^\n]*$"):
+    with pytest.raises(
+        ValueError, match=r"plan knows what AutoModelForCausalLM builds, and qwen3_vl is no such model[^\n]*$"
+    ):
         meta.model_without_weights(AutoConfig.for_model("qwen3_vl"), torch.float32)
 
 
