@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import shutil
+import sys
 
 import pytest
 import torch
@@ -283,6 +284,14 @@ def test_tokenizer_and_generation_config_are_beside_the_weights(model, tiny_toke
     assert not list(tmp_path.glob(".*"))  # nothing of the writing is left
 
 
+def keep_code_in(folder, monkeypatch):
+    """Let transformers keep the code of models in a folder, and forget that of other tests in this process."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+    for name in list(sys.modules):
+        if name.startswith("transformers_modules"):
+            monkeypatch.delitem(sys.modules, name)
+
+
 def save_with_code(model, folder):
     """Save a model as one of `trust_remote_code`, whose code lies in its folder."""
     model.save_pretrained(folder)
@@ -296,7 +305,7 @@ def save_with_code(model, folder):
 
 
 def test_the_code_of_a_model_comes_with_its_weights(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    keep_code_in(tmp_path / "modules", monkeypatch)
     save_with_code(tiny_model(), tmp_path / "start")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start", trust_remote_code=True)
     assert type(model).__name__ == "Mine"
@@ -313,7 +322,7 @@ def test_the_code_of_a_model_comes_with_its_weights(tiny_model, tmp_path, monkey
 
 def test_a_config_names_no_code_that_is_not_there(tiny_model, tmp_path, monkeypatch):
     """TRL takes transformers' class for a family that it knows, such as Phi-3's, whose folders have code as well."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    keep_code_in(tmp_path / "modules", monkeypatch)
     save_with_code(tiny_model(), tmp_path / "start")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     # Control: the config has it. Code in a repository is there.
