@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -290,6 +291,9 @@ def keep_code_in(folder, monkeypatch):
     for name in list(sys.modules):
         if name.startswith("transformers_modules"):
             monkeypatch.delitem(sys.modules, name)
+    # transformers appends its folder, and Python would take the code from an earlier one.
+    others = [entry for entry in sys.path if not Path(entry, "transformers_modules").is_dir()]
+    monkeypatch.setattr(sys, "path", others)
 
 
 def save_with_code(model, folder):
