@@ -1,12 +1,14 @@
 """What a learner and the engine of a server must have in common.
 
-A server is started by hand, and from the model's files. If its model, scheme or vLLM is not that of the run, a sync
-may still succeed. So both ends state the same facts, and the trainer compares them.
+A server is started by hand, and from the model's files. If its model, scheme, vLLM or revision of this package is not
+that of the run, a sync may still succeed. So both ends state the same facts, and the trainer compares them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -36,6 +38,27 @@ _OF_THE_MODEL = (
 )
 
 
+def digest_of_sources(package: Path) -> str:
+    """
+    Name a revision of a package by its source, since all revisions between two releases have one version number.
+
+    Args:
+        package: Its folder.
+
+    Returns:
+        The first digits of a SHA-256 over the names and the bytes of its Python files.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+# When this process loads the package, because its files may change while a server runs.
+_REVISION = digest_of_sources(Path(__file__).resolve().parents[2])
+
+
 def engine_facts(
     config: PretrainedConfig,
     quantization: dict[str, Any] | None,
@@ -61,6 +84,7 @@ def engine_facts(
         "kv_cache_dtype": cache_dtype,
         "adapter": adapter,
         "vllm": installed_version("vllm"),
+        "revision of qarl_trl": _REVISION,
     }
 
     # The server's facts come through JSON, so these go through it too: tuples become lists.

@@ -83,7 +83,7 @@ QUANTIZATION = {"config_groups": {"group_0": {"weights": {"num_bits": 4}, "input
 
 
 def changed_facts(config, changes):
-    """The facts of a server with `changes` in its config, its quantization or its vLLM."""
+    """The facts of a server with `changes` in its config, its quantization, its vLLM or its revision of this package."""
     # The trainer's own facts are made of the same object.
     config = copy.deepcopy(config)
     for name in changes.keys() & config.to_dict().keys():
@@ -94,15 +94,16 @@ def changed_facts(config, changes):
 
     cache_dtype = changes.get("cache", "auto")
     facts = engine_facts(config, changes.get("quantization", quantization), cache_dtype, changes.get("adapter"))
-    if "vllm" in changes:
-        facts["vllm"] = changes["vllm"]
+    for name in ("vllm", "revision of qarl_trl"):
+        if name in changes:
+            facts[name] = changes[name]
     return facts
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        # One fact each: of the model, of its quantization, of the cache, of an adapter, of vLLM, and of the ranks.
+        # One fact each: of the model, its quantization, the cache, an adapter, vLLM, this package, and of the ranks.
         ({"rms_norm_eps": 1e-5}, "config.rms_norm_eps must be 1e-06, got 1e-05"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta must be 10000.0, got 5.0"),
         ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
@@ -110,6 +111,7 @@ def changed_facts(config, changes):
         ({"cache": "fp8"}, "kv_cache_dtype must be 'auto', got 'fp8'"),
         ({"adapter": {"max_lora_rank": 8}}, "adapter.max_lora_rank must be None, got 8"),
         ({"vllm": "0.1"}, "vllm must be '0.3"),
+        ({"revision of qarl_trl": "older"}, "got 'older'"),
         ({"ranks": 2}, "ranks must be 1, got 2"),
     ],
 )
