@@ -52,7 +52,9 @@ _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
 # "1 1/2", which math-verify reads as a product.
-_MIXED_NUMBER = re.compile(r"(?<![\w./])(\d+) (\d+)/(\d+)(?!\.?\d|/)")
+_MIXED_NUMBER = re.compile(r"(?<![\w./^])(\d+) (\d+)/(\d+)(?!\.?\d|/)")
+# "It is 14/3.", of which math-verify reads 14 and a third that is rounded.
+_STOP_AFTER_FRACTION = re.compile(r"(?<=/)(\d+)\.(?!\d)")
 # Signs that math-verify does not read as LaTeX's commands.
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))")
 _SIGNS = {
@@ -64,6 +66,7 @@ _SIGNS = {
     "·": r"\cdot ",
     "\N{MULTIPLICATION SIGN}": r"\times ",
     "∞": r"\infty ",
+    r"\varnothing": r"\emptyset",
 }
 # x² and 10⁻³
 _EXPONENT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
@@ -74,6 +77,8 @@ _TINY = 1e-3
 _FEWEST_DIGITS = 3
 # math-verify's own limit, for parsing and again for comparing.
 _ALARM_S = 5
+# Of a second attempt at a reference, since the alarm counts the time for which a busy machine lets a process wait, too.
+_LONG_ALARM_S = 15
 
 
 def grade(completion: str, reference: str) -> float | None:
@@ -160,8 +165,9 @@ def _last_date(completion: str) -> str | None:
 def _readings(text: str) -> list[str]:
     """A text, and the same as a person reads it, if math-verify reads that otherwise."""
     # In both: as it stands it also equals its first number.
-    text = _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
+    text = _MIXED_NUMBER.sub(_as_one_fraction, text)
     read = text.replace("\N{MINUS SIGN}", "-")
+    read = _STOP_AFTER_FRACTION.sub(r"\1 ", read)
     read = _FONT_OF_NUMBER.sub(_without_font, read)
     read = _RELATION_IN_BOX.sub(r"\1", read)
     read = _ESCAPED_DOLLAR.sub("", read)
@@ -174,6 +180,12 @@ def _readings(text: str) -> list[str]:
     read = _EXPONENT.sub(lambda exponent: "^{" + exponent[0].translate(_DIGITS_OF_EXPONENTS) + "}", read)
     read = _E_NOTATION.sub(lambda number: format(Decimal(number[0]), "f"), read)
     return [text] if read == text else [text, read]
+
+
+def _as_one_fraction(mixed: re.Match[str]) -> str:
+    """2 1/2 as 5/2, which math-verify reads within a formula and out of it."""
+    whole, numerator, denominator = map(int, mixed.groups())
+    return f"{whole * denominator + numerator}/{denominator}"
 
 
 def _without_font(match: re.Match[str]) -> str:
@@ -279,8 +291,6 @@ def _value_of(expression: Any) -> float | None:
 @lru_cache(maxsize=1024)
 def _parse_reference(reference: str) -> list:
     """The expressions in a reference, of all its readings."""
-    from math_verify import parse
-
     reference = reference.strip()
     if not reference:
         return []
@@ -294,5 +304,23 @@ def _parse_reference(reference: str) -> list:
     as_product = _E_NOTATION.sub(r"\1 \\times 10^{\2}", reference)
     expressions = []
     for text in dict.fromkeys([*_readings(reference), as_product]):
-        expressions += parse(text, parsing_timeout=_ALARM_S)
+        expressions += _parse_in_time(text)
     return expressions
+
+
+def _parse_in_time(text: str) -> list:
+    """
+    The expressions of a reference, with more time in a second attempt: what cannot be read is left out for the whole
+    run.
+    """
+    from math_verify import parse
+    from math_verify.errors import TimeoutException
+
+    for seconds in (_ALARM_S, _LONG_ALARM_S):
+        try:
+            return parse(text, parsing_timeout=seconds, raise_on_error=True)
+        except TimeoutException:
+            continue
+        except Exception:  # math-verify and the parsers behind it have no common class of errors
+            return []
+    return []

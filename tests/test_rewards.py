@@ -6,10 +6,13 @@ import signal
 import sys
 import threading
 import time
+from unittest import mock
 
+import math_verify
 import pytest
+from math_verify.errors import TimeoutException
 
-from qarl_trl import rewards
+from qarl_trl import grading, rewards
 from qarl_trl.data import final_answer
 from qarl_trl.rewards import math_reward
 
@@ -65,7 +68,18 @@ def log(monkeypatch, caplog):
         (r"\boxed{1 1/2}", "3/2", 1.0),
         (r"\boxed{\frac{11}{4}}", "2 3/4", 1.0),
         (r"\boxed{1 1/2}", "1", 0.0),
+        (r"\boxed{-2 1/2}", "-5/2", 1.0),
+        ("The answer is 2 1/2.", "5/2", 1.0),
+        ("The answer is 2 1/2.", "1/2", 0.0),
+        # The stop of a sentence is no decimal point.
+        ("The answer is 14/3.", "14/3", 1.0),
+        ("The answer is **-3/5**.", "-3/5", 1.0),
+        ("The answer is 1/2.5", "2/5", 1.0),
+        ("The answer is 1/2.5", "1/2", 0.0),
         (r"\boxed{\frac14}", "½", 0.0),
+        (r"\boxed{\varnothing}", r"\emptyset", 1.0),
+        (r"\boxed{\emptyset}", r"\varnothing", 1.0),
+        (r"\boxed{0}", r"\varnothing", 0.0),
         (r"\boxed{3\sqrt{2}}", "3√2", 1.0),
         (r"\boxed{√(x+1)}", r"\sqrt{x+1}", 1.0),
         (r"\boxed{3\sqrt{3}}", "3√2", 0.0),
@@ -328,6 +342,28 @@ def test_unreadable_reference_is_not_scored_and_is_said_once(reference, log):
     assert math_reward([r"\boxed{3}"], [reference]) == [None]
 
     assert len(log.records) == 1
+
+
+def test_a_reference_that_a_busy_machine_did_not_read_in_time_is_tried_again(monkeypatch):
+    attempts = []
+    parse = math_verify.parse
+
+    def slow_at_first(text, **kwargs):
+        attempts.append(kwargs["parsing_timeout"])
+        if len(attempts) == 1:
+            raise TimeoutException
+        return parse(text, **kwargs)
+
+    monkeypatch.setattr(math_verify, "parse", slow_at_first)
+    assert grading.grade(r"\boxed{17}", "17") == 1.0
+    assert attempts[1] > attempts[0]
+
+    # What never ends is not readable, and costs its time once.
+    monkeypatch.setattr(math_verify, "parse", mock.Mock(side_effect=TimeoutException))
+    assert grading.grade(r"\boxed{18}", "18") is None
+    assert math_verify.parse.call_count == 2
+    assert grading.grade(r"\boxed{18}", "18") is None
+    assert math_verify.parse.call_count == 2
 
 
 def test_endless_comparison_ends_with_zero_in_any_thread(monkeypatch, log):

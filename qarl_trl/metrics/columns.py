@@ -4,6 +4,7 @@ What the metrics of completions share: names, extremes, one collective for all, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -39,20 +40,54 @@ def kl_terms(difference: Tensor) -> Tensor:
     return difference.expm1() - difference
 
 
-def keep_extremes(metrics: Mapping[str, list[float]]) -> None:
+class Mean(float):
     """
-    Leave one value of each minimum and each maximum, so that a mean over micro-batches is still one.
+    A mean over some of the tokens or completions of an update, which knows over how many.
+
+    Args:
+        value: The mean.
+        weight: How many tokens or completions it is over.
+    """
+
+    weight: float
+
+    def __new__(cls, value: float, weight: float) -> Mean:
+        mean = super().__new__(cls, value)
+        mean.weight = weight
+        return mean
+
+
+def merge_micro_batches(metrics: Mapping[str, list[float]]) -> None:
+    """
+    Prepare metrics for TRL's mean over micro-batches, which counts each of them once.
+
+    Of a minimum or a maximum one value is left, and of each [`Mean`] the mean over the tokens or completions of all
+    micro-batches: answers in loops are the longest, so few micro-batches may hold most of their tokens.
 
     Args:
         metrics: The values of the micro-batches by name, changed in place. Of TRL's own metrics none is changed.
     """
     for name, values in metrics.items():
-        if not name.startswith(("ratio/", "mismatch/")):
+        if not name.startswith(("ratio/", "mismatch/", "error_tokens/")):
             continue
         if name.endswith("min"):
             values[:] = [min(values)]
         elif name.endswith("max"):
             values[:] = [max(values)]
+        else:
+            values[:] = _merged_means(values)
+
+
+def _merged_means(values: Sequence[float]) -> list[float]:
+    """One mean in place of means with weights; all other values as they are."""
+    # TRL leaves out what is no number.
+    means = [value for value in values if isinstance(value, Mean) and not math.isnan(value)]
+    others = [value for value in values if not isinstance(value, Mean)]
+    if not means or others:
+        return list(values)
+
+    weight = sum(mean.weight for mean in means)
+    return [Mean(sum(mean * mean.weight for mean in means) / weight, weight)]
 
 
 def distinct_names(names: Sequence[str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..loss import mismatch_weight
-from .columns import gather_columns, kl_terms
+from .columns import Mean, gather_columns, kl_terms
 
 
 # Maximum share of tokens without a log-prob of the engine. TRL gives them weight 1, which is meant for a few of them.
@@ -47,23 +47,22 @@ def mismatch_metrics(
     # Sums over a whole rollout batch, of millions of tokens in a large run, need float64.
     gathered = {name: column.double() for name, column in gather_columns(columns, gather).items()}
 
-    total = gathered["scored"].sum().clamp(min=1)
+    total = gathered["scored"].sum().clamp(min=1).item()
     # Of an answer that is left out of the loss the weight is 1, and means nothing.
     weight = gathered["weight"][gathered["tokens"] > 0]
     at_cap = (weight >= cap * (1 - CAP_TOLERANCE)) | (weight <= (1 + CAP_TOLERANCE) / cap)
 
     # Over tokens, not over completions: long answers count more.
-    metrics = {
-        "logp_diff_mean": gathered["absolute"].sum() / total,
-        "kl_k3": gathered["k3"].sum() / total,
-        "logp_diff_max": gathered["largest"].max(),
-        "unscored_max": _unscored_by_process(gathered, len(mask)).max(),
-        "seq_weight_mean": weight.mean(),
-        "seq_weight_min": weight.min(),
-        "seq_weight_max": weight.max(),
-        "seq_weight_capped_frac": at_cap.double().mean(),
+    return {
+        "logp_diff_mean": Mean(gathered["absolute"].sum().item() / total, total),
+        "kl_k3": Mean(gathered["k3"].sum().item() / total, total),
+        "logp_diff_max": gathered["largest"].max().item(),
+        "unscored_max": _unscored_by_process(gathered, len(mask)).max().item(),
+        "seq_weight_mean": Mean(weight.mean().item(), len(weight)),
+        "seq_weight_min": weight.min().item(),
+        "seq_weight_max": weight.max().item(),
+        "seq_weight_capped_frac": Mean(at_cap.double().mean().item(), len(weight)),
     }
-    return {name: value.item() for name, value in metrics.items()}
 
 
 def _completion_columns(old_logps: Tensor, sampling_logps: Tensor, mask: Tensor, cap: float) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..loss import TrustBand, loss_mask, sequence_log_ratio
-from .columns import gather_columns, kl_terms
+from .columns import Mean, gather_columns, kl_terms
 
 
 # Two passes of one model over one batch shape agree to float32 rounding.
@@ -124,29 +124,30 @@ def ratio_metrics(columns: dict[str, Tensor], band: TrustBand, prefix: str) -> d
         "neg_high": negative & (ratio > 1 + band.delta_high),
     }
 
-    metrics = {}
+    metrics: dict[str, float] = {}
     for bound, completions in beyond.items():
         # A share of all completions of all processes, so that TRL's mean over micro-batches is the share of the whole.
-        metrics[f"ratio/{prefix}{bound}_frac"] = completions.double().mean()
+        metrics[f"ratio/{prefix}{bound}_frac"] = completions.double().mean().item()
 
     # What has no value is left out, or it would count in TRL's mean over micro-batches.
     counted = columns["tokens"] > 0
     bounded = counted & (positive | negative)
     if bounded.any():
         clipped = torch.stack(list(beyond.values())).any(0)
-        metrics[f"ratio/{prefix}clipped_frac"] = clipped[bounded].double().mean()
+        share = clipped[bounded].double().mean().item()
+        metrics[f"ratio/{prefix}clipped_frac"] = Mean(share, bounded.sum().item())
 
-    tokens = columns["tokens"].double().sum()
+    tokens = columns["tokens"].double().sum().item()
     if tokens > 0:
-        metrics["ratio/min"] = ratio[counted].min()
-        metrics["ratio/max"] = ratio[counted].max()
-        metrics["ratio/kl_k3"] = columns["k3"].double().sum() / tokens
-        metrics["error_tokens/frac"] = columns["errors"].double().sum() / tokens
+        metrics["ratio/min"] = ratio[counted].min().item()
+        metrics["ratio/max"] = ratio[counted].max().item()
+        metrics["ratio/kl_k3"] = Mean(columns["k3"].double().sum().item() / tokens, tokens)
+        metrics["error_tokens/frac"] = Mean(columns["errors"].double().sum().item() / tokens, tokens)
 
     for sign, completions in (("pos", positive & counted), ("neg", negative & counted)):
         if completions.any():
             quantiles = ratio[completions].quantile(torch.tensor([*QUANTILES.values()]))
             for name, quantile in zip(QUANTILES, quantiles, strict=True):
-                metrics[f"ratio/{sign}_{name}"] = quantile
+                metrics[f"ratio/{sign}_{name}"] = quantile.item()
 
-    return {name: value.item() for name, value in metrics.items()}
+    return metrics

@@ -30,7 +30,7 @@ from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
 from ..export.sharing import SharingMixin
 from ..metrics.clock import StepClock, WeightFlips
-from ..metrics.columns import distinct_names, keep_extremes
+from ..metrics.columns import distinct_names, merge_micro_batches
 from ..quant.digest import with_low_bits
 from ..quant.layers.layer import forget_training, outside_training
 from ..quant.names import base_model
@@ -309,7 +309,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
 
         metrics = getattr(self, "_metrics", None)
         if metrics is not None:
-            keep_extremes(metrics["eval"])
+            merge_micro_batches(metrics["eval"])
             for name, values in metrics["eval"].items():
                 # As TRL logs them: a reward may be NaN for a batch in which it does not apply.
                 valid = [value for value in values if not math.isnan(value)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import guards
 from ..loss import loss_mask
-from ..metrics.columns import keep_extremes
+from ..metrics.columns import merge_micro_batches
 from ..metrics.endings import Endings, ending_metrics
 from ..metrics.error_tokens import find_error_tokens, written_tokens
 from ..metrics.mismatch import check_mismatch, mismatch_metrics
@@ -173,5 +173,5 @@ class MeasuredMixin:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's method, which averages over micro-batches; minima and maxima stay minima and maxima."""
-        keep_extremes(self._metrics[self._mode])
+        merge_micro_batches(self._metrics[self._mode])
         super().log(logs, start_time)

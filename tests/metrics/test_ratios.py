@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
 from qarl_trl.loss import TrustBand
+from qarl_trl.metrics.columns import merge_micro_batches
 from qarl_trl.metrics.ratios import completion_columns, measure_ratios, ratio_metrics
 
 
@@ -135,6 +136,28 @@ def test_the_clipped_share_is_one_where_nothing_is_learned():
     # Control: within the bounds.
     batch.logps = batch.old.clone()
     assert measured(batch)["ratio/clipped_frac"] == 0
+
+
+def test_shares_of_micro_batches_are_those_of_the_whole():
+    """Most errors and most tokens are in one of them, and so are most answers without an advantage."""
+    batch = random_batch(3, length=40)
+    batch.mask[4:, 6:] = 0
+    batch.errors[:4] = True
+    batch.advantages[8:12] = 0
+    micro_batches = [measured(rows_of(batch, slice(start, start + 4))) for start in range(0, 16, 4)]
+
+    logged = {}
+    for metrics in micro_batches:
+        for name, value in metrics.items():
+            logged.setdefault(name, []).append(value)
+    plain_mean = sum(logged["error_tokens/frac"]) / 4
+    merge_micro_batches(logged)
+
+    whole = measured(batch)
+    for name in ("error_tokens/frac", "ratio/clipped_frac", "ratio/kl_k3", "ratio/min", "ratio/max"):
+        assert logged[name] == [pytest.approx(whole[name], rel=1e-9)], name
+    # Control: TRL's mean counts each of them once.
+    assert plain_mean < 0.5 < whole["error_tokens/frac"]
 
 
 # In the trainer -----------------------------------------------------------------------------------------------------
