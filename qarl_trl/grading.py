@@ -77,7 +77,7 @@ _TINY = 1e-3
 _FEWEST_DIGITS = 3
 # math-verify's own limit, for parsing and again for comparing.
 _ALARM_S = 5
-# Of a second attempt at a reference, since the alarm counts the time for which a busy machine lets a process wait, too.
+# Of a second attempt at a reference: the alarm counts the time for which a busy machine lets a process wait, too.
 _LONG_ALARM_S = 15
 
 

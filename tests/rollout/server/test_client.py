@@ -83,7 +83,7 @@ QUANTIZATION = {"config_groups": {"group_0": {"weights": {"num_bits": 4}, "input
 
 
 def changed_facts(config, changes):
-    """The facts of a server with `changes` in its config, its quantization, its vLLM or its revision of this package."""
+    """The facts of a server with `changes` in its config, its quantization, its vLLM or its revision."""
     # The trainer's own facts are made of the same object.
     config = copy.deepcopy(config)
     for name in changes.keys() & config.to_dict().keys():
