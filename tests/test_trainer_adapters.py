@@ -147,6 +147,35 @@ def test_an_adapter_resumes_only_on_the_base_that_a_script_loaded_for_it(dense_m
     assert trainer_in(tmp_path / "same", changed_base=True).train(resume_from_checkpoint=checkpoint).global_step == 2
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_model_of_a_name_and_one_that_a_script_loaded_are_compared(dense_model, tmp_path, by_name):
+    """Their weights below the adapter, and what they compute by: neither is in a checkpoint."""
+
+    def trainer_in(folder, by_name, scale=1.0, **config):
+        model = str(dense_model)
+        if not by_name:
+            model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32, **config)
+            with torch.no_grad():
+                model.model.layers[0].mlp.up_proj.weight.mul_(scale)
+        return make(model, folder, adapter(), max_steps=2, save_strategy="steps", save_steps=1)
+
+    # Whichever of the two began, the other one goes on.
+    trainer_in(tmp_path / "first", by_name).train()
+    checkpoint = str(tmp_path / "first" / "checkpoint-1")
+    trainer_in(tmp_path / "same", not by_name).train(resume_from_checkpoint=checkpoint)
+
+    trainer_in(tmp_path / "merged", by_name=False, scale=1.01).train()
+    with pytest.raises(ValueError, match="loaded_base was"):
+        trainer_in(tmp_path / "other", by_name=True).train(
+            resume_from_checkpoint=str(tmp_path / "merged" / "checkpoint-1")
+        )
+    if by_name:
+        with pytest.raises(ValueError, match="loaded_base was"):
+            trainer_in(tmp_path / "base", False, scale=1.01).train(resume_from_checkpoint=checkpoint)
+        with pytest.raises(ValueError, match="rms_norm_eps in the config of the loaded model was"):
+            trainer_in(tmp_path / "config", False, rms_norm_eps=1e-2).train(resume_from_checkpoint=checkpoint)
+
+
 def test_a_peft_model_with_a_reference_resumes_with_the_adapter_of_the_checkpoint(dense_model, tmp_path):
     """The reference is an adapter, too, and the Trainer would load that one alone."""
 

@@ -170,6 +170,32 @@ def test_a_quantized_start_with_free_scales_resumes_bit_for_bit(gptq_model, tmp_
     assert stored_tensors(checkpoint / "low_bit").keys() == stored_tensors(gptq_model).keys()
 
 
+def test_a_resume_with_an_optimizer_of_another_class_is_refused(dense_model, tmp_path):
+    """torch gives SGD the moments of AdamW without a word, and other optimizers miss theirs."""
+
+    def trainer(optimizer, folder):
+        model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+        args = QaRLConfig(**without_engine(folder, **STEPWISE, save_strategy="steps", save_steps=2))
+        return QaRLTrainer(
+            model,
+            distinct_characters,
+            args,
+            train_dataset=prompts(),
+            processing_class=AutoTokenizer.from_pretrained(dense_model),
+            optimizers=(optimizer(model.parameters(), lr=1e-3), None),
+        )
+
+    trainer(torch.optim.AdamW, tmp_path / "a").train()
+    checkpoint = str(tmp_path / "a" / "checkpoint-2")
+
+    for other in (torch.optim.SGD, torch.optim.NAdam):
+        refused = trainer(other, tmp_path / other.__name__)
+        with pytest.raises(ValueError, match=f"its optimizer was AdamW, and is {other.__name__}"):
+            refused.train(resume_from_checkpoint=checkpoint)
+    # Control: the same class.
+    trainer(torch.optim.AdamW, tmp_path / "b").train(resume_from_checkpoint=checkpoint)
+
+
 def test_a_resume_that_trains_other_parameters_of_the_same_shapes_is_refused(dense_model, tmp_path):
     """The optimizer's moments lie in the checkpoint by place: those of `q_proj` would move `o_proj`."""
 

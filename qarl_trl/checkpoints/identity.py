@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,15 @@ from .models import (
 _ADAPTER = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules")
 # And those that choose among its layers. Most adapters have none.
 _CHOICE_OF_LAYERS = ("layers_to_transform", "layers_pattern", "exclude_modules", "modules_to_save")
+# And those that only a run without quantization may have. An initialization such as PiSSA's changes the base.
+_WITHOUT_QUANTIZATION = (
+    "init_lora_weights",
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "lora_dropout",
+    "alora_invocation_tokens",
+)
 
 # Patterns of routers in the default `quant_ignore` of earlier versions.
 _EARLIER_ROUTERS = (
@@ -46,6 +56,8 @@ _EARLIER_ROUTERS = (
 
 # The entry of what a loaded model computes by.
 CONFIG = "config_of_model"
+# The entry of the weights below the adapters of a loaded model.
+BASE = "loaded_base"
 # The entry of the commit of a model of the Hub.
 COMMIT = "commit"
 # The entry of the workers that read a stream.
@@ -141,8 +153,36 @@ def identity_of(
     if trainer is not None:
         facts["trainer"] = trainer
     if adapters and not isinstance(model, str):
-        facts["loaded_base"] = loaded_base_fact(model)
+        facts[BASE] = loaded_base_fact(model)
+    facts["quantization_config"] = _quantization_fact(trainer_arguments.get("quantization_config"))
     return facts | facts_beside(args, trainer_arguments)
+
+
+def facts_of_loaded(model: nn.Module, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The facts of a model that a trainer has loaded by its name. A script may load the same one, and change it.
+
+    Args:
+        model: The model, as it was loaded.
+        facts: Those of [`identity_of`].
+
+    Returns:
+        Facts by name, which a run with a loaded model has from the start.
+    """
+    loaded: dict[str, Any] = {CONFIG: config_fact(base_model(model).config)}
+    # ZeRO-3 divides weights while they load.
+    is_divided = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    if facts["adapter"] and not is_divided:
+        loaded[BASE] = loaded_base_fact(model)
+    return loaded
+
+
+def _quantization_fact(config: Any) -> str:
+    """How bitsandbytes or another library quantizes the model of a name, in words."""
+    if config is None:
+        return "none"
+    settings = config.to_dict() if hasattr(config, "to_dict") else config
+    return json.dumps(settings, default=str, sort_keys=True)
 
 
 def _makes_rows_singly(args: Any) -> bool:
@@ -270,7 +310,7 @@ def _without_routers(fact: str) -> str:
 def _facts_of_adapter(config: Any) -> dict[str, Any]:
     """The settings of an adapter that change what its tensors mean."""
     facts: dict[str, Any] = {}
-    for name in (*_ADAPTER, *_CHOICE_OF_LAYERS):
+    for name in (*_ADAPTER, *_CHOICE_OF_LAYERS, *_WITHOUT_QUANTIZATION):
         value = getattr(config, name, None)
         # peft keeps names of modules in a set, whose order changes from process to process.
         if isinstance(value, set | tuple | list):
@@ -281,6 +321,13 @@ def _facts_of_adapter(config: Any) -> dict[str, Any]:
     return facts
 
 
-def without_choice_of_layers(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of an adapter, as earlier versions wrote them."""
-    return {name: value for name, value in facts.items() if name in _ADAPTER}
+def of_earlier_version(facts: Mapping[str, Any], has_choice_of_layers: bool) -> dict[str, Any]:
+    """
+    The facts of an adapter, as earlier versions wrote them.
+
+    Args:
+        facts: Those of this version.
+        has_choice_of_layers: Whether that version wrote which layers an adapter chooses.
+    """
+    known = (*_ADAPTER, *_CHOICE_OF_LAYERS) if has_choice_of_layers else _ADAPTER
+    return {name: value for name, value in facts.items() if name in known}

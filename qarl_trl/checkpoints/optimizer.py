@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 from accelerate.logging import get_logger
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -59,6 +60,17 @@ def trained_fact(optimizer: Any, model: nn.Module) -> str:
     trained = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     content = hashlib.sha256(repr(trained).encode()).hexdigest()[:16]
     return f"{sum(map(len, trained))} parameters, {content}"
+
+
+def class_fact(optimizer: Any) -> str:
+    """
+    The name of an optimizer's class.
+
+    Args:
+        optimizer: An optimizer, also one that accelerate wraps.
+    """
+    plain = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    return type(plain).__name__
 
 
 def made_fact(optimizer: Any) -> list[dict[str, str]]:

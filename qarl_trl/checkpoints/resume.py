@@ -25,7 +25,7 @@ from .folder import (
     is_of_user,
     read_manifest,
 )
-from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, TOKENIZER, WORKERS, same_scheme, without_choice_of_layers
+from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, TOKENIZER, WORKERS, of_earlier_version, same_scheme
 from .lock import holding
 
 
@@ -33,6 +33,8 @@ from .lock import holding
 WITHIN_BATCH = "within_rollout_batch"
 # The parameters that the optimizer trains, known only when the run has one.
 TRAINED = "trained"
+# The class of the optimizer, which a script may have made.
+OPTIMIZER = "optimizer"
 # What the optimizer began with.
 MADE = "optimizer_began_with"
 # What has read the training set, and why its number must stay.
@@ -311,9 +313,9 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
         return
     if name == TOKENIZER and _has_digest_without_settings(stored):
         return
-    # They left this choice out of the adapter, also where there was one.
-    if name == "adapter" and TRAINED not in stored:
-        value = [without_choice_of_layers(facts) for facts in value]
+    # They left facts out of an adapter, also where it had them.
+    if name == "adapter" and OPTIMIZER not in stored:
+        value = [of_earlier_version(facts, has_choice_of_layers=TRAINED in stored) for facts in value]
     if stored.get(name, value) != value:
         raise ValueError(
             f"{checkpoint} is a checkpoint of another run: "

@@ -20,8 +20,15 @@ from ..quant.names import file_conversions, is_peft_model
 from .calls import CallMixin
 from .changes import compared_settings
 from .folder import INCOMING, MISSES_EPOCH_END, commit, read_manifest, rotate
-from .optimizer import apply_settings, changed_settings_of_groups, made_fact, settings_of_groups, trained_fact
-from .resume import MADE, TRAINED, WITHIN_BATCH
+from .optimizer import (
+    apply_settings,
+    changed_settings_of_groups,
+    class_fact,
+    made_fact,
+    settings_of_groups,
+    trained_fact,
+)
+from .resume import MADE, OPTIMIZER, TRAINED, WITHIN_BATCH
 from .rollout_buffer import RolloutBuffer
 
 
@@ -53,6 +60,7 @@ class CheckpointMixin(CallMixin):
             WITHIN_BATCH: self._rollout_buffer.in_batch,
             MISSES_EPOCH_END: self._epochs.misses_end(self.state),
             TRAINED: trained_fact(self.optimizer, self._unwrapped),
+            OPTIMIZER: class_fact(self.optimizer),
             MADE: self._made,
         }
 
@@ -151,7 +159,8 @@ class CheckpointMixin(CallMixin):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """
         The Trainer's method, which takes learning rate, schedule and so on from the checkpoint. Here they are the
-        run's own. `ValueError` if the optimizer trains other parameters than that of the checkpoint.
+        run's own. `ValueError` if the optimizer is of another class than that of the checkpoint, or trains other
+        parameters.
         """
         # DeepSpeed has loaded its optimizer already. `refuses` lets no setting of it change.
         if checkpoint is None or self.is_deepspeed_enabled:
@@ -168,9 +177,18 @@ class CheckpointMixin(CallMixin):
         apply_settings(changed, self.optimizer, self.lr_scheduler)
 
     def _check_trained(self, checkpoint: str) -> None:
-        """Refuse (`ValueError`) a checkpoint whose optimizer trained other parameters."""
+        """Refuse (`ValueError`) a checkpoint whose optimizer was of another class, or trained other parameters."""
+        stored = read_manifest(Path(checkpoint))
+        optimizer = class_fact(self.optimizer)
+        # What one keeps of each parameter the other would read as its own, or not find.
+        if stored.get(OPTIMIZER, optimizer) != optimizer:
+            raise ValueError(
+                f"{checkpoint} is a checkpoint of another run: its optimizer was {stored[OPTIMIZER]}, and is "
+                f"{optimizer}. Take an equal optimizer, or start a new run."
+            )
+
         trained = trained_fact(self.optimizer, self._unwrapped)
-        before = read_manifest(Path(checkpoint)).get(TRAINED, trained)
+        before = stored.get(TRAINED, trained)
         if before != trained:
             raise ValueError(
                 f"{checkpoint} is a checkpoint of another run: its optimizer trained {before} by their names, and "

@@ -198,6 +198,13 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if holds_random_weights and self.sync_check is not None:
             self.sync_check.look_before(self.prompt_logps)
 
+    def _compare_if_restarted(self) -> None:
+        """Compare a server with this run as at the start, if it was started again since the last sync."""
+        holds_last_sync = on_first(self.accelerator, lambda: self.vllm_client.holds_last_sync())
+        if not holds_last_sync and self.sync_check is not None:
+            # The next sync is the first of that engine.
+            self.sync_check.asked = True
+
     # Sync ------------------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
@@ -212,6 +219,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
             clear_device_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
+
+        if self.mode == "server" and self.num_syncs > 0:
+            self._compare_if_restarted()
 
         weights = WeightStream(self._iter_named_params())
         # In this order: a process that failed reads the stream to its end before the others hear of it.

@@ -24,7 +24,7 @@ from .._compat.rollout_batch import home_of_rewards, ungathered_rewards
 from .._compat.sharding import reshard
 from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
-from ..checkpoints.identity import identity_of
+from ..checkpoints.identity import CONFIG, facts_of_loaded, identity_of
 from ..checkpoints.resume import resume_path
 from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
@@ -179,11 +179,19 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
     def _loader(self, args: Any) -> Any:
         """Loads the policy; `None` for TRL's own loader, of a trainer that loads in a way of its own."""
         if self._source is None and not args.frozen:
-            return partial(load_whole, args) if loads_by_name(type(self)) else None
+            return partial(self._load_whole, args) if loads_by_name(type(self)) else None
 
         # A frozen base is quantized while it loads, so that its high-precision weights are never in memory together.
         freeze = self._plan if args.frozen else None
         return partial(load_stored, freeze=freeze, gemm=gemm_choice(args.learner_kernel, args.quant_keep_matrices))
+
+    def _load_whole(self, args: Any, name: str, *architecture: Any, **loading: Any) -> nn.Module:
+        """As [`load_whole`]; the policy, which is the first, becomes a part of what identifies the run."""
+        model = load_whole(args, name, *architecture, **loading)
+        # A model that a script gave has its entry.
+        if CONFIG not in self._identity:
+            self._identity |= facts_of_loaded(model, self._identity)
+        return model
 
     def _flips(self) -> dict[str, float]:
         if self.low_bit_store is None:

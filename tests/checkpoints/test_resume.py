@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import PretrainedConfig
+from transformers import BitsAndBytesConfig, PretrainedConfig
 from trl import SFTConfig
 
 from qarl_trl import LowBitDistillationConfig, LowBitSFTConfig, cli
@@ -162,12 +162,18 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
         settings = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]} | changes
         return identity_of("a", args, None, {"peft_config": LoraConfig(**settings)})
 
-    write(tmp_path, 1, **identity(), trained="2 parameters")
+    write(tmp_path, 1, **identity(), trained="2 parameters", optimizer="AdamW")
     # Control: the same set of names.
     assert resume_path("true", args, identity(target_modules=["up_proj", "q_proj"]))
 
     for changes in ({"r": 8}, {"lora_alpha": 64}, {"use_rslora": True}, {"target_modules": "all-linear"}):
         # The message shows the whole adapter, and the changed field is in it.
+        changed = next(iter(changes))
+        with pytest.raises(ValueError, match=f"another run: adapter was .*{changed}"):
+            resume_path("true", args, identity(**changes))
+
+    # The first changes the base, which no checkpoint has. A run without quantization may have them.
+    for changes in ({"init_lora_weights": "pissa"}, {"use_dora": True}, {"bias": "all"}, {"lora_dropout": 0.1}):
         changed = next(iter(changes))
         with pytest.raises(ValueError, match=f"another run: adapter was .*{changed}"):
             resume_path("true", args, identity(**changes))
@@ -183,11 +189,18 @@ def test_an_adapter_of_another_scale_is_another_run(tmp_path, args):
         resume_path("true", args, without_adapter)
 
 
+def without_its_beginning(identity):
+    """The facts of a run with an adapter, as earlier versions wrote them."""
+    of_now = {"init_lora_weights", "use_dora", "bias", "lora_bias", "lora_dropout"}
+    (adapter,) = identity["adapter"]
+    return identity | {"adapter": [{name: value for name, value in adapter.items() if name not in of_now}]}
+
+
 def test_a_checkpoint_of_an_earlier_version_resumes_with_a_choice_of_layers(tmp_path, args):
     """Its manifest has neither the choice nor what was trained."""
     adapter = {"r": 4, "target_modules": ["q_proj"]}
     choice = {"layers_to_transform": [0], "modules_to_save": ["norm"], "exclude_modules": ["up_proj"]}
-    earlier = identity_of("a", args, None, {"peft_config": LoraConfig(**adapter)})
+    earlier = without_its_beginning(identity_of("a", args, None, {"peft_config": LoraConfig(**adapter)}))
     write(tmp_path, 1, **earlier)
 
     assert resume_path("true", args, identity_of("a", args, None, {"peft_config": LoraConfig(**adapter, **choice)}))
@@ -196,6 +209,30 @@ def test_a_checkpoint_of_an_earlier_version_resumes_with_a_choice_of_layers(tmp_
     other = identity_of("a", args, None, {"peft_config": LoraConfig(**adapter | {"r": 8}, **choice)})
     with pytest.raises(ValueError, match="another run: adapter was"):
         resume_path("true", args, other)
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes_with_an_adapter_of_a_run_without_quantization(tmp_path, args):
+    """Its manifest has the choice of layers, and not how the adapter begins."""
+    adapter = {"r": 4, "target_modules": ["q_proj"], "exclude_modules": ["up_proj"]}
+    earlier = without_its_beginning(identity_of("a", args, None, {"peft_config": LoraConfig(**adapter)}))
+    write(tmp_path, 1, **earlier, trained="2 parameters")
+
+    assert resume_path("true", args, identity_of("a", args, None, {"peft_config": LoraConfig(**adapter, bias="all")}))
+
+    # Control: the choice is compared.
+    adapter["exclude_modules"] = ["gate_proj"]
+    with pytest.raises(ValueError, match="another run: adapter was"):
+        resume_path("true", args, identity_of("a", args, None, {"peft_config": LoraConfig(**adapter)}))
+
+
+def test_a_model_that_another_library_quantizes_otherwise_is_another_run(tmp_path, args):
+    in_4_bits = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    write(tmp_path, 1, **identity_of("a", args, None, in_4_bits))
+
+    assert resume_path("true", args, identity_of("a", args, None, in_4_bits))
+    for other in ({}, {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}):
+        with pytest.raises(ValueError, match="another run: quantization_config was .*load_in_4bit"):
+            resume_path("true", args, identity_of("a", args, None, other))
 
 
 def test_what_is_trained_does_not_depend_on_activation_checkpointing():

@@ -319,6 +319,19 @@ def test_a_server_to_which_another_run_has_synced_during_the_check_is_named_as_t
         engine._check_sync(SimpleNamespace(check=check))
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_server_that_was_started_again_is_checked_after_its_first_sync(is_there):
+    engine = generation()
+    engine.mode = "server"
+    engine.accelerator = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device="cpu")
+    engine.vllm_client = SimpleNamespace(holds_last_sync=lambda: is_there)
+    engine.sync_check = SimpleNamespace(asked=False)
+
+    engine._compare_if_restarted()
+
+    assert engine.sync_check.asked is not is_there
+
+
 # Failures -------------------------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,7 @@ class ServerClient(VLLMClient):
         # Two runs that sync to one server must not take each other's weights for theirs.
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
+        self._needed: dict[str, Any] = {}
         self._failure: Exception | None = None
         # Whether TRL has sent images for the next `generate`.
         self._has_images = False
@@ -189,6 +190,7 @@ class ServerClient(VLLMClient):
         except RuntimeError as error:
             raise ValueError(f"{error} Start the server with `qarl-trl serve --config RECIPE`.") from error
 
+        self._needed = needed
         # With data parallelism only the ranks of the first engine answer, and vLLM's number counts those of all.
         needed = needed | {"ranks": len(states)}
         facts = states[0]["facts"] | {"ranks": self.get_world_size()}
@@ -202,6 +204,20 @@ class ServerClient(VLLMClient):
                 "it reads the model's files, not model_init_kwargs."
             )
         return all(state["version"] is None for state in states)
+
+    def holds_last_sync(self) -> bool:
+        """
+        Whether the server still has the last sync of this run. If not, somebody may have started another one at the
+        address: then it is compared with the run again.
+
+        Raises:
+            ValueError: as [`check`].
+        """
+        versions = {state["version"] for state in self.ask_workers("qarl_state")}
+        if versions == {self.version}:
+            return True
+        self.check(self._needed)
+        return False
 
     def sync(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """

@@ -30,7 +30,12 @@ _OF_THE_MODEL = (
     "head_dim",
     "num_experts",
     "num_experts_per_tok",
+    # Beyond the prompt of the sync check.
+    "layer_types",
     "sliding_window",
+    "attention_chunk_size",
+    "attn_temperature_tuning",
+    "floor_scale",
     "rms_norm_eps",
     "rope_parameters",
     "max_position_embeddings",

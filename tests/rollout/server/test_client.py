@@ -105,6 +105,7 @@ def changed_facts(config, changes):
     [
         # One fact each: of the model, its quantization, the cache, an adapter, vLLM, this package, and of the ranks.
         ({"rms_norm_eps": 1e-5}, "config.rms_norm_eps must be 1e-06, got 1e-05"),
+        ({"layer_types": ["sliding_attention"]}, "config.layer_types must be"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta must be 10000.0, got 5.0"),
         ({"quantization": None}, "group_0.weights.num_bits must be 4, got None"),
         ({"activations": {"num_bits": 8}}, "input_activations.num_bits must be None, got 8"),
@@ -127,6 +128,33 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, chang
         client.check(needed)
 
     assert words in str(error.value)
+
+
+def test_a_server_that_was_started_again_between_two_syncs_is_compared_again(tiny_model, tmp_path):
+    config = tiny_model().config
+    server = {"version": None, "facts": changed_facts(config, {})}
+
+    def load(body):
+        server["version"] = body[0]
+        return 200, [None]
+
+    answers = {
+        "/qarl_state": lambda body: (200, [dict(server)]),
+        "/qarl_load": load,
+        "/reset_prefix_cache": {"success": True},
+    }
+
+    with client_of(answers, tmp_path) as client:
+        client.check(engine_facts(config, QUANTIZATION))
+        client.sync(TENSORS.items())
+        assert client.holds_last_sync()
+
+        # By the same recipe, and by another one.
+        server["version"] = None
+        assert not client.holds_last_sync()
+        server["facts"] = changed_facts(config, {"cache": "fp8"})
+        with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto', got 'fp8'"):
+            client.holds_last_sync()
 
 
 @pytest.mark.parametrize(("version", "random"), [(None, True), ("of an earlier run", False)])
