@@ -525,6 +525,86 @@ def test_export_of_what_it_cannot_choose_or_read_is_one_line(checkpoint, tmp_pat
         cli.run(["export", str(sharded), str(tmp_path / "out")])
 
 
+def test_export_of_a_model_without_the_vocabulary_of_its_tokenizer_is_refused(checkpoint, tmp_path):
+    """transformers would make an empty tokenizer, which the output would get, also in place of a good one."""
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer.json"))
+    assert (bare / "tokenizer_config.json").is_file()
+    cli.run(["export", str(checkpoint), str(tmp_path / "out")])
+    tokenizer = (tmp_path / "out" / "tokenizer.json").read_bytes()
+
+    with pytest.raises(
+        ValueError, match=r"bare must have the vocabulary of its tokenizer, got none of .*tokenizer\.json"
+    ):
+        cli.run(["export", str(bare), str(tmp_path / "out")])
+
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_export_of_an_adapter_without_a_tokenizer_takes_that_of_its_base(checkpoint, tmp_path):
+    adapter = tmp_path / "adapter"
+    save_adapter(checkpoint, adapter)
+    for file in adapter.glob("tokenizer*"):
+        file.unlink()
+
+    cli.run(["export", str(adapter), str(tmp_path / "out")])
+
+    assert json.loads((tmp_path / "out" / "tokenizer.json").read_text()) == json.loads(
+        (checkpoint / "tokenizer.json").read_text()
+    )
+
+
+def test_export_of_an_adapter_that_names_no_base_is_one_line(checkpoint, tmp_path):
+    """peft writes null for a model that a script made."""
+    adapter = tmp_path / "adapter"
+    save_adapter(checkpoint, adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+
+    with pytest.raises(ValueError, match="base_model_name_or_path in .* must be the base of the adapter, got None"):
+        cli.run(["export", str(adapter), str(tmp_path / "out")])
+
+
+def test_export_of_one_file_beside_an_index_of_others_is_refused(checkpoint, tmp_path):
+    """transformers would read the one, and vLLM the others."""
+    both = tmp_path / "both"
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(both, max_shard_size="100KB")
+    shutil.copy(checkpoint / "tokenizer.json", both)
+    cli.run(["export", str(both), str(tmp_path / "out")])  # control
+    shutil.copy(checkpoint / "model.safetensors", both)
+
+    with pytest.raises(ValueError, match=r"both must hold the weights of one model, got model\.safetensors beside"):
+        cli.run(["export", str(both), str(tmp_path / "out")])
+
+
+def test_export_rounds_no_weights_that_a_file_has_in_float32(checkpoint, tmp_path):
+    """Training reads them as they are, whatever the config says."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    config = json.loads((source / "config.json").read_text())
+    stored = load_file(source / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+
+    scales = {}
+    for dtype in ("float32", "float16"):
+        (source / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
+        cli.run(["export", str(source), str(tmp_path / dtype)])
+        scales[dtype] = load_file(tmp_path / dtype / "model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
+
+    assert torch.equal(scales["float16"], scales["float32"])
+
+
+def test_export_refuses_a_generation_config_that_it_could_not_write_before_it_loads(checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    (source / "generation_config.json").write_text('{"temperature": 0.6}')
+
+    with pytest.raises(ValueError, match=r"generation_config\.json must be one that transformers saves"):
+        cli.run(["export", str(source), str(tmp_path / "out")])
+
+    assert not (tmp_path / "out").exists()
+
+
 def test_export_names_a_template_that_an_earlier_model_left(checkpoint, tmp_path, caplog):
     """Other files in the output stay, and an engine uses this one."""
     cli.main(["export", str(checkpoint), str(tmp_path / "out")])

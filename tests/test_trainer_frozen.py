@@ -254,6 +254,23 @@ def test_an_export_merges_an_adapter_into_its_frozen_base_and_says_how_far_that_
     assert not changed(expected, stored_tensors(low))
 
 
+def test_the_distance_of_an_export_does_not_depend_on_how_its_base_would_sample(odd_adapter, tmp_path, capsys):
+    """It is taken over answers from the whole distribution."""
+    file = odd_adapter / "base" / "generation_config.json"
+    before = file.read_text()
+    of_user = {"do_sample": True, "temperature": 0.01, "repetition_penalty": 1.3, "num_return_sequences": 2}
+
+    said = []
+    for changes in ({}, of_user):
+        file.write_text(json.dumps(json.loads(before) | changes))
+        export([str(odd_adapter), str(tmp_path / "low")])
+        said.append(re.search(r"is (\S+) nats per token from base and adapter", capsys.readouterr().out)[1])
+    # The folder is of all tests of this file.
+    file.write_text(before)
+
+    assert said[0] == said[1]
+
+
 def test_an_export_compares_no_more_tokens_than_the_context_has(odd_adapter, tmp_path, monkeypatch):
     from qarl_trl.rollout.sync_check import learner_logps as scoring
 

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 
 # The files that vLLM reads. A Hub repository may hold a second copy of the weights in another format.
-READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
+READ_BY_ENGINE = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
 ADAPTER_CONFIG = "adapter_config.json"
 # What llm-compressor did to a model. A user's recipe of a run has this name too, and may hold a token.
 RECIPE = "recipe.yaml"
@@ -214,9 +215,15 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
     Raises:
         FileNotFoundError: if the base must lie beside the adapter, and does not.
+        ValueError: if the adapter does not name its base.
     """
     config = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    name = config["base_model_name_or_path"]
+    name = config.get("base_model_name_or_path")
+    if not name or not isinstance(name, str):
+        raise ValueError(
+            f"base_model_name_or_path in {adapter / ADAPTER_CONFIG} must be the base of the adapter, got {name!r}. "
+            "Write its folder or Hub id there."
+        )
     folder = adapter / name
     if folder.is_dir():
         return str(folder), None
@@ -237,7 +244,17 @@ def cache_beside_base(adapter: Path) -> str | None:
     Returns:
         A `kv_cache_dtype` of vLLM; `None` for a cache in the model's dtype. Earlier versions did not write it.
     """
-    return json.loads((adapter / BASE_CONFIG).read_text()).get(_CACHE)
+    return _facts_of_base(adapter).get(_CACHE)
+
+
+def _facts_of_base(adapter: Path) -> dict[str, Any]:
+    """What [`name_base`] wrote beside an adapter; `ValueError` if it is damaged."""
+    path = adapter / BASE_CONFIG
+    with suppress(ValueError):
+        content = json.loads(path.read_text())
+        if isinstance(content, dict) and _WEIGHTS in content:
+            return content
+    raise ValueError(f"{path} is damaged. Copy it again from the run's folder.")
 
 
 def check_base(adapter: Path, base: Path) -> None:
@@ -249,9 +266,10 @@ def check_base(adapter: Path, base: Path) -> None:
         base: The base's folder.
 
     Raises:
-        ValueError: if the weights differ. Without a digest beside the adapter nothing is compared.
+        ValueError: if the weights differ, or if the file is damaged. Without a digest beside the adapter nothing is
+            compared.
     """
-    expected = json.loads((adapter / BASE_CONFIG).read_text())[_WEIGHTS]
+    expected = _facts_of_base(adapter)[_WEIGHTS]
     if not expected:
         return
     if digest(weight_files(base)) != expected:

@@ -58,7 +58,7 @@ _MODEL_OR_INDEX = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safet
 # What transformers and engines read of a tokenizer.
 TOKENIZER_FILES = (
     *("tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("tekken.json", "*.model", "chat_template.*", "additional_chat_templates/*.jinja"),
+    *("tekken.json", "*.model", "*.tiktoken", "emoji.json", "chat_template.*", "additional_chat_templates/*.jinja"),
 )
 TRAINING_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt")
 

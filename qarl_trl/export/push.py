@@ -38,6 +38,8 @@ MODEL_FILES = (
     "chat_template.*",
     "tekken.json",
     "*.model",
+    "*.tiktoken",
+    "emoji.json",
     "README.md",
 )
 # Of these, the files that name code in `auto_map`.

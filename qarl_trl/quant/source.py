@@ -71,6 +71,25 @@ def check_index(folder: Path) -> None:
         raise ValueError(f"{index} names {missing}, which are not there. Download the model again.")
 
 
+def check_one_index(folder: Path) -> None:
+    """
+    Refuse an index beside `model.safetensors` that does not list it: transformers reads the file, vLLM the index.
+
+    Args:
+        folder: A model's folder, with an index or without.
+
+    Raises:
+        ValueError: as [`weight_map`] does, or for such a folder.
+    """
+    index = folder / INDEX
+    one = folder / "model.safetensors"
+    if index.is_file() and one.is_file() and one.name not in weight_map(index).values():
+        raise ValueError(
+            f"{folder} must hold the weights of one model, got {one.name} beside {INDEX}, which lists other files: "
+            "transformers reads the one, vLLM the others. Move what is not the model out of the folder."
+        )
+
+
 def _is_file_name(name: Any) -> bool:
     """Whether a value is the name of a file, without a folder."""
     return isinstance(name, str) and Path(name).name == name

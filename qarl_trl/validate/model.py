@@ -66,9 +66,20 @@ def check_saved_generation_config(model: str | nn.Module, args: RunSettings) -> 
             return
     else:
         generation_config = getattr(model, "generation_config", None)
-    if generation_config is None:
-        return
+    if generation_config is not None:
+        check_can_be_saved(generation_config)
 
+
+def check_can_be_saved(generation_config: GenerationConfig) -> None:
+    """
+    Refuse a generation config that transformers does not write.
+
+    Args:
+        generation_config: A model's.
+
+    Raises:
+        ValueError: with the reason, and what to do.
+    """
     # The trainer sets the tokenizer's, in place of one that cannot be saved.
     generation_config = copy.deepcopy(generation_config)
     generation_config.pad_token_id = None

@@ -70,11 +70,21 @@ def _check_template(name: str, args: RunSettings, trainer_arguments: TrainerArgu
         return
 
     tokenizer: Any = trainer_arguments.get("processing_class") or load_tokenizer(name, args)
-    # Mistral's own tokenizer renders messages without a template.
-    if tokenizer.chat_template is None and type(tokenizer).__name__ != "MistralCommonBackend":
+    if not renders_messages(tokenizer):
         raise ValueError(
             "train_dataset has messages, and the tokenizer has no chat template: set chat_template_path, or give text."
         )
+
+
+def renders_messages(tokenizer: Any) -> bool:
+    """
+    Whether a tokenizer can write chat messages as text.
+
+    Args:
+        tokenizer: A tokenizer or processor.
+    """
+    # Mistral's own does so without a template.
+    return tokenizer.chat_template is not None or type(tokenizer).__name__ == "MistralCommonBackend"
 
 
 def _prompt_sets(trainer_arguments: TrainerArguments) -> Iterator[tuple[str, Dataset]]:

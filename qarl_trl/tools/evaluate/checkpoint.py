@@ -14,7 +14,7 @@ from ...export import files
 from ...export.card import scheme_name
 from ...export.tensors import Checked, check_tensors
 from ...quant.scheme import describe_scheme
-from ...quant.source import INDEX, weight_map
+from ...quant.source import INDEX, check_one_index, weight_map
 from ...rollout.cpu_support import check_engine_cpu
 from ...rollout.vllm.platform import is_cpu_engine
 
@@ -56,10 +56,10 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
     # Both kinds of folders hold *.safetensors; this file tells them apart.
     is_adapter = (folder / files.ADAPTER_CONFIG).is_file()
     config_name = files.ADAPTER_CONFIG if is_adapter else "config.json"
-    # Without a tokenizer transformers makes an empty one.
-    for needed in (config_name, "*.safetensors", "tokenizer*"):
-        if not any(folder.glob(needed)):
-            raise FileNotFoundError(f"{folder} is no model: it has no {needed}.")
+    # Without a tokenizer transformers makes an empty one. Mistral's own has one file alone.
+    for needed in ((config_name,), ("*.safetensors",), ("tokenizer*", "tekken.json")):
+        if not any(any(folder.glob(pattern)) for pattern in needed):
+            raise FileNotFoundError(f"{folder} is no model: it has no {needed[0]}.")
     if not is_adapter:
         files.check_generation_config(folder)
         return folder, None
@@ -151,17 +151,21 @@ def check_complete(folder: Path, trust_remote_code: bool = False) -> None:
 
 def check_one_model(folder: Path) -> None:
     """
-    Refuse a folder with weights of two models, of which vLLM would score the one whose file comes last.
+    Refuse a folder with weights of two models, of which vLLM would score one.
 
-    Without an index vLLM reads every `*.safetensors`, also a copy of other weights that a user keeps beside the model.
+    Without an index vLLM reads every `*.safetensors`, also a copy of other weights that a user keeps beside the model,
+    and keeps the last. With an index it reads the files that this lists, where transformers takes `model.safetensors`.
 
     Args:
         folder: The folder of a model.
 
     Raises:
-        ValueError: if two files hold a tensor of one name, and no index says which of them counts.
+        ValueError: if two files hold a tensor of one name, and no index says which of them counts; if an index lists
+            others than `model.safetensors`, which is there; if what it lists is not there.
     """
-    if (folder / INDEX).is_file():
+    index = folder / INDEX
+    if index.is_file():
+        check_one_index(folder)
         return
 
     file_of: dict[str, str] = {}

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     # Late imports, so that `--help` and a wrong option need not wait for them. Cheap checks come first.
     from transformers import AutoConfig, AutoTokenizer
 
-    from ...export.files import LOW_BIT_FOLDER
+    from ...export.files import cache_beside_base
+    from ...export.vocabulary import check_vocabulary_files
     from ...rewards import load_rewards
     from ...rollout.engine_settings import check_engine_arguments
     from .checkpoint import check_complete, check_one_model, check_sizes, check_vocabulary, find_checkpoint, precision
@@ -54,22 +56,32 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     reward_names(rewards)  # refuses two of one name
     _sampling_params(options)  # refuses what vLLM refuses
     check_engine_arguments(options.engine_kwargs, "--engine_kwargs")
+    if "model" in options.engine_kwargs:
+        raise ValueError("--engine_kwargs must not set model, which is the first argument of this command.")
 
     folder, adapter = find_checkpoint(options.model)
-    low_bit = folder / LOW_BIT_FOLDER
-    if (low_bit / "config.json").is_file():
-        print(f"{folder} holds master weights, and they are scored; the low-bit model that was trained is {low_bit}.")
+    _say_if_masters(folder)
     # An adapter's folder has the tokenizer of the training, which may have another chat template than the base.
     trust_remote_code = options.engine_kwargs.get("trust_remote_code", False)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     check_sizes(folder, config)
     tokenizer = AutoTokenizer.from_pretrained(adapter or folder, trust_remote_code=trust_remote_code)
+    check_vocabulary_files(adapter or folder, tokenizer)
     params = _sampling_params(options, tokenizer)
     check_complete(folder, trust_remote_code)
     check_one_model(folder)
     described = precision(config)
+    by_engine = options.engine_kwargs.get("quantization")
+    if by_engine is not None:
+        described += f", loaded with quantization={by_engine}"
+    cache = None
     if adapter is not None:
         described += ", with an adapter beside it"
+        # As the two were trained.
+        cache = cache_beside_base(adapter)
+    cache = options.engine_kwargs.get("kv_cache_dtype", cache)
+    if cache is not None:
+        described += f", keys and values in {cache}"
     head = _head(options, described)
 
     problems = _load_problems(suites, tokenizer, options)
@@ -82,12 +94,35 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     settings: dict[str, Any] = {"seed": options.seed}
     if options.vllm_gpu_memory_utilization is not None:
         settings["gpu_memory_utilization"] = options.vllm_gpu_memory_utilization
+    if cache is not None:
+        settings["kv_cache_dtype"] = cache
     settings |= options.engine_kwargs
     # vLLM refuses more than the model's maximum.
     settings["max_model_len"] = _longest_prompt(problems) + options.max_new_tokens
     engine = _start_engine(folder, adapter, options.max_new_tokens, settings)
     # The command line prints errors up to here in one line, and those of the function with their traceback.
     return lambda: evaluate(engine, params, tokenizer, problems, rewards, output, head, options)
+
+
+def _say_if_masters(folder: Path) -> None:
+    """Say that the weights of a folder are the masters of a low-bit run, and where the model is that it trained."""
+    from ...checkpoints.folder import read_manifest
+    from ...export.files import LOW_BIT_FOLDER
+
+    low_bit = folder / LOW_BIT_FOLDER
+    if (low_bit / "config.json").is_file():
+        print(f"{folder} holds master weights, and they are scored; the low-bit model that was trained is {low_bit}.")
+        return
+
+    scheme = "none"
+    # A folder without a manifest is no checkpoint of a run.
+    with suppress(OSError, ValueError, AttributeError):
+        scheme = read_manifest(folder).get("scheme", "none")
+    if scheme != "none":
+        print(
+            f"{folder} holds the master weights of a low-bit run, and they are scored. `qarl-trl export` makes the "
+            "model that was trained of them."
+        )
 
 
 def _start_engine(folder: Path, adapter: Path | None, answer: int, settings: dict[str, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...data import load_math_dataset, local_path
 from ...rewards import math_reward
+from ...validate.prompts import renders_messages
 
 
 # Hub id, split and configuration. The first six are those of the paper's average.
@@ -95,8 +96,8 @@ def load_problems(
             that fails.
     """
     if conversational is None:
-        conversational = tokenizer.chat_template is not None
-    if conversational and tokenizer.chat_template is None:
+        conversational = renders_messages(tokenizer)
+    if conversational and not renders_messages(tokenizer):
         raise ValueError("--conversational true needs a chat template, and the tokenizer of the model has none.")
 
     rows = load_math_dataset(source, split, config_name=config_name, conversational=conversational, **settings)

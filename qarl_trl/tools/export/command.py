@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,19 @@ def main(argv: Sequence[str]) -> None:
     """
     args = _export_parser().parse_args(argv)
 
+    from transformers import GenerationConfig
     from transformers.trainer_utils import align_special_tokens
 
     from ...export import check_target, check_writable, save_low_bit
     from ...export.card import write_card
     from ...export.card_facts import base_facts
     from ...export.files import check_apart, check_generation_config, tensor_shapes
+    from ...export.vocabulary import check_vocabulary_files
     from ...quant import apply_quantization
     from ...quant.names import is_peft_model
     from ...quant.scheme import DEFAULT_IGNORE, resolve_scheme
-    from ...quant.source import check_index
+    from ...quant.source import check_index, check_one_index
+    from ...validate.model import check_can_be_saved
     from ...validate.unused import unused_layer_targets, unused_patterns, words_of_unused, words_of_unused_targets
     from .frozen import distance_to_frozen, serving_the_two
     from .of_run import layers_of_run, say_if_base_differs, say_if_trained_as_another_model
@@ -51,15 +55,20 @@ def main(argv: Sequence[str]) -> None:
     # Reads only the headers of the weight files, and so finds one that is cut off.
     tensor_shapes(args.checkpoint)
     check_index(Path(args.checkpoint))
+    check_one_index(Path(args.checkpoint))
     for folder in (args.checkpoint, source.base):
         check_generation_config(folder)
+        with suppress(OSError):  # a model without one
+            check_can_be_saved(GenerationConfig.from_pretrained(folder))
         check_apart(args.output, "output", folder)
     check_writable(args.output, "output")
     check_target(args.output)
 
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
-    processing_class = _processing_class(tokenizer_folder(args.checkpoint), args.trust_remote_code)
+    of_tokenizer = tokenizer_folder(args.checkpoint, source.base)
+    processing_class = _processing_class(of_tokenizer, args.trust_remote_code)
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    check_vocabulary_files(of_tokenizer, tokenizer)
     model = source.load()
     is_adapter = is_peft_model(model)
     if is_adapter:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) -> float:
+def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int | None) -> float:
     """
     The distance of an exported model from the policy that was trained, an adapter beside its frozen low-bit base.
 
@@ -16,7 +16,7 @@ def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) ->
         model: The quantized model, a `PeftModel`.
         base: The `QuantizedSource` of the base.
         adapter: The adapter's folder.
-        first_token: The token that both models continue.
+        first_token: The token that both models continue; `None` for the first of the vocabulary.
 
     Returns:
         Mean absolute log-prob difference, nats per token, over 256 tokens that the adapter on its frozen base samples;
@@ -24,6 +24,7 @@ def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) ->
     """
     import torch
     from peft import PeftModel
+    from transformers import GenerationConfig
 
     from ...quant.layers.frozen import align_adapters
     from ...quant.start import load_master_weights
@@ -37,11 +38,12 @@ def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int) ->
     # Beyond its positions a model was never trained. One is the first token's.
     positions = getattr(frozen.config.get_text_config(), "max_position_embeddings", None)
     length = 256 if positions is None else min(256, positions - 1)
+    # From the whole distribution: the base's generation_config.json may have a temperature, penalties and so on.
+    frozen.get_base_model().generation_config = GenerationConfig(eos_token_id=first_token, pad_token_id=first_token)
     # So that two exports of one adapter print the same distance.
     torch.manual_seed(0)
     (tokens,) = frozen.generate(
-        torch.tensor([[first_token]]),
-        # From the whole distribution: the base's generation_config.json may have a top_k and a top_p.
+        torch.tensor([[first_token or 0]]),
         do_sample=True,
         top_k=0,
         top_p=1.0,

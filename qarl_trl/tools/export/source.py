@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,12 +109,14 @@ def _others_of_run(checkpoint: Path, named: Sequence[str]) -> list[str]:
     return [name for name in named if f"{name}/{ADAPTER_CONFIG}" in files]
 
 
-def tokenizer_folder(checkpoint: str) -> str:
+def tokenizer_folder(checkpoint: str, base: str | None = None) -> str:
     """
-    Where the tokenizer of a model is: of an adapter with a name of its own, in the folder above peft's.
+    Where the tokenizer of a model is: of an adapter with a name of its own, in the folder above peft's; of one that
+    was saved without a tokenizer, in its base.
 
     Args:
         checkpoint: Folder of the model or adapter, or a Hub id.
+        base: The base of an adapter; `None` for one that must have a tokenizer.
     """
     from ...export.files import ADAPTER_CONFIG
 
@@ -122,7 +125,12 @@ def tokenizer_folder(checkpoint: str) -> str:
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     has_one = any((folder / name).is_file() for name in names)
     has_one_above = any((folder.parent / name).is_file() for name in names)
-    return str(folder.parent) if is_adapter and has_one_above and not has_one else checkpoint
+    if not is_adapter or has_one:
+        return checkpoint
+    if has_one_above:
+        return str(folder.parent)
+    has_another = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "tekken.json"))
+    return checkpoint if base is None or has_another else base
 
 
 def _full_checkpoint(name: str, loading: dict[str, Any]) -> ExportSource:
@@ -146,7 +154,7 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
         hub: May have the revision and `trust_remote_code`.
     """
     architecture = architecture or _class_of(name, **hub)
-    model, report = architecture.from_pretrained(name, dtype="auto", output_loading_info=True, **hub)
+    model, report = architecture.from_pretrained(name, dtype=_dtype_of(name), output_loading_info=True, **hub)
     # transformers makes up random weights for them, and only prints a table.
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
@@ -156,6 +164,27 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
         )
 
     return model
+
+
+def _dtype_of(name: str) -> Any:
+    """
+    The dtype in which a checkpoint loads without rounding: float32 if most of its numbers are stored so, whatever its
+    config says, as training reads them; else transformers' choice, by the config.
+    """
+    import torch
+    from safetensors import safe_open
+
+    from ...export.files import weight_files
+
+    if not Path(name).is_dir():
+        return "auto"
+    numbers = {True: 0, False: 0}
+    for file in weight_files(Path(name)):
+        with safe_open(file, "pt") as weights:
+            for tensor in weights.keys():  # noqa: SIM118, it is no dictionary
+                part = weights.get_slice(tensor)
+                numbers[part.get_dtype() == "F32"] += math.prod(part.get_shape())
+    return torch.float32 if numbers[True] > numbers[False] else "auto"
 
 
 def _class_of(name: str, **hub: Any) -> Any:
@@ -197,7 +226,7 @@ def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
     if quantized_base is not None:
         return _adapter_of_quantized_base(args, adapter, quantized_base, hub)
 
-    tokenizer = tokenizer_folder(args.checkpoint)
+    tokenizer = tokenizer_folder(args.checkpoint, base)
     return ExportSource(base=base, load=partial(_load_onto_whole_base, base, adapter, tokenizer, hub))
 
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import qwen3_template
 
 from qarl_trl import cli
+from qarl_trl.checkpoints.folder import MANIFEST
 from qarl_trl.export.files import name_base
 from qarl_trl.rewards import math_reward
 from qarl_trl.tools.evaluate import sample
@@ -47,6 +48,13 @@ def models(tmp_path_factory):
     cli.main(["export", str(folder / "plain"), str(folder / "w4a16")])
 
     shutil.copytree(folder / "plain", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
+
+    # Its config is there.
+    shutil.copytree(folder / "plain", folder / "no_vocabulary", ignore=shutil.ignore_patterns("tokenizer.json"))
+
+    shutil.copytree(folder / "plain", folder / "two_models")
+    listed = dict.fromkeys(load_file(folder / "plain" / "model.safetensors"), "model-00001-of-00001.safetensors")
+    (folder / "two_models" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
 
     shutil.copytree(folder / "w4a16", folder / "cut")
     # Its index lists one tensor more than the file holds.
@@ -93,6 +101,7 @@ def stopped(capsys, *argv):
         (["--pass_at", "1", "8"], "--pass_at"),
         (["--engine_kwargs", "[1]"], "--engine_kwargs"),
         (["--engine_kwargs", '{"max_model_len": 64}'], "--engine_kwargs must not set max_model_len"),
+        (["--engine_kwargs", '{"model": "other"}'], "--engine_kwargs must not set model"),
         (["--engine_kwargs", '{"foo": 1}'], "--engine_kwargs sets ['foo'], which vllm.LLM does not have"),
         (["--conversational", "perhaps"], "--conversational"),
         (["--reward_funcs", "no_such_module.reward"], "reward_funcs"),
@@ -108,6 +117,8 @@ def test_wrong_options_are_one_line(capsys, argv, field):
     ("model", "message"),
     [
         ("no_tokenizer", "it has no tokenizer*"),
+        ("no_vocabulary", "must have the vocabulary of its tokenizer"),
+        ("two_models", "must hold the weights of one model, got model.safetensors beside"),
         ("cut", "lacks 1 tensors of model.safetensors.index.json (b)"),
         ("no_scale", "must hold model.layers.0.mlp.up_proj.weight_scale of shape (256, 1), got None"),
     ],
@@ -317,6 +328,35 @@ def test_results_hold_scores_and_settings_and_versions(capsys, models, sums, eng
     assert suite["pass@4"]["value"] == 1.0
     assert (suite["problems"], suite["mean_tokens"], suite["cut_off"]) == (3, 20.0, 0.5)
     assert "sums   3         50.0 ± 0.0" in capsys.readouterr().out
+
+
+def test_results_say_what_the_engine_quantizes_and_rounds(models, sums, engine_calls, tmp_path):
+    evaluate(models / "plain", sums, "--engine_kwargs", '{"quantization": "fp8", "kv_cache_dtype": "fp8"}')
+
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["precision"] == "not quantized, loaded with quantization=fp8, keys and values in fp8"
+
+
+def test_an_adapter_is_scored_on_the_cache_that_it_was_trained_with(models, sums, engine_calls, tmp_path):
+    base = models / "w4a16"
+    adapter = make_adapter(tmp_path / "adapter", models, base)
+    name_base(adapter, str(base), None, base, cache="fp8_e4m3")
+    evaluate(adapter, sums)
+    assert engine_calls.settings["kv_cache_dtype"] == "fp8_e4m3"
+
+    # What the user says counts.
+    evaluate(adapter, sums, "--engine_kwargs", '{"kv_cache_dtype": "auto"}', "--output_dir", "again")
+    assert engine_calls.settings["kv_cache_dtype"] == "auto"
+
+
+@pytest.mark.parametrize("scheme", ["{'W4A16': ['Linear']} without ['lm_head']", "none"])
+def test_the_master_weights_of_a_checkpoint_are_named_as_such(models, sums, engine_calls, tmp_path, capsys, scheme):
+    folder = shutil.copytree(models / "plain", tmp_path / "checkpoint-2")
+    (folder / MANIFEST).write_text(json.dumps({"number": 2, "files": {}, "scheme": scheme}))
+
+    evaluate(folder, sums)
+
+    assert ("holds the master weights of a low-bit run" in capsys.readouterr().out) == (scheme != "none")
 
 
 def test_completions_are_written_with_their_prompts_and_rewards(models, sums, engine_calls, tmp_path):
