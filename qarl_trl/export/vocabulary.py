@@ -7,7 +7,7 @@ from typing import Any
 
 
 # Files with a vocabulary by names that a tokenizer's class need not list.
-_USUAL = ("tokenizer.*", "tekken.json", "*.model", "*.tiktoken")
+_USUAL = ("tokenizer.*", "vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken")
 
 
 def check_vocabulary_files(folder: str | Path, tokenizer: Any) -> None:

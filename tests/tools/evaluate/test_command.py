@@ -49,8 +49,9 @@ def models(tmp_path_factory):
 
     shutil.copytree(folder / "plain", folder / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*"))
 
-    # Its config is there.
+    # Of this class transformers would make an empty tokenizer.
     shutil.copytree(folder / "plain", folder / "no_vocabulary", ignore=shutil.ignore_patterns("tokenizer.json"))
+    (folder / "no_vocabulary" / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
 
     shutil.copytree(folder / "plain", folder / "two_models")
     listed = dict.fromkeys(load_file(folder / "plain" / "model.safetensors"), "model-00001-of-00001.safetensors")
