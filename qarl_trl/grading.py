@@ -52,7 +52,9 @@ _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
 # "1 1/2", which math-verify reads as a product.
-_MIXED_NUMBER = re.compile(r"(?<![\w./^])(\d+) (\d+)/(\d+)(?!\.?\d|/)")
+_MIXED_NUMBER = re.compile(r"(?<![\w./])(\d{1,30}) (\d{1,30})/(\d{1,30})(?!\.?\d|/)")
+# What the whole part of one is only the end of: 1,000 1/2 and x^2 1/2.
+_BEFORE_PART_OF_NUMBER = re.compile(r"(?:\d,|\}|\\[,; ]|\^)\Z")
 # "It is 14/3.", of which math-verify reads 14 and a third that is rounded.
 _STOP_AFTER_FRACTION = re.compile(r"(?<=/)(\d+)\.(?!\d)")
 # Signs that math-verify does not read as LaTeX's commands.
@@ -77,8 +79,9 @@ _TINY = 1e-3
 _FEWEST_DIGITS = 3
 # math-verify's own limit, for parsing and again for comparing.
 _ALARM_S = 5
-# Of a second attempt at a reference: the alarm counts the time for which a busy machine lets a process wait, too.
-_LONG_ALARM_S = 15
+# Of one second attempt at a reference: the alarm counts the time for which a busy machine lets a process wait, too.
+# With the first attempts at three readings it is less than `rewards._LIMIT_S`.
+_LONG_ALARM_S = 10
 
 
 def grade(completion: str, reference: str) -> float | None:
@@ -184,8 +187,10 @@ def _readings(text: str) -> list[str]:
 
 def _as_one_fraction(mixed: re.Match[str]) -> str:
     """2 1/2 as 5/2, which math-verify reads within a formula and out of it."""
-    whole, numerator, denominator = map(int, mixed.groups())
-    return f"{whole * denominator + numerator}/{denominator}"
+    whole, numerator, denominator = mixed.groups()
+    if _BEFORE_PART_OF_NUMBER.search(mixed.string[: mixed.start()]):
+        return rf"{whole}\frac{{{numerator}}}{{{denominator}}}"
+    return f"{int(whole) * int(denominator) + int(numerator)}/{denominator}"
 
 
 def _without_font(match: re.Match[str]) -> str:
@@ -302,25 +307,29 @@ def _parse_reference(reference: str) -> list:
 
     # As a product, too: math-verify does not take 870000000 for 8.7 times 10^8, which is no whole number for it.
     as_product = _E_NOTATION.sub(r"\1 \\times 10^{\2}", reference)
-    expressions = []
+    expressions: list = []
+    has_tried_again = False
     for text in dict.fromkeys([*_readings(reference), as_product]):
-        expressions += _parse_in_time(text)
+        parsed = _parse_in_time(text, _ALARM_S)
+        # What cannot be read is left out for the whole run.
+        if parsed is None and not has_tried_again:
+            has_tried_again = True
+            parsed = _parse_in_time(text, _LONG_ALARM_S)
+        expressions += parsed or []
     return expressions
 
 
-def _parse_in_time(text: str) -> list:
-    """
-    The expressions of a reference, with more time in a second attempt: what cannot be read is left out for the whole
-    run.
-    """
+def _parse_in_time(text: str, seconds: int) -> list | None:
+    """The expressions of a text, none if it is unreadable; `None` if that took longer."""
     from math_verify import parse
     from math_verify.errors import TimeoutException
 
-    for seconds in (_ALARM_S, _LONG_ALARM_S):
-        try:
-            return parse(text, parsing_timeout=seconds, raise_on_error=True)
-        except TimeoutException:
-            continue
-        except Exception:  # math-verify and the parsers behind it have no common class of errors
-            return []
-    return []
+    try:
+        return parse(text, parsing_timeout=seconds, raise_on_error=True)
+    except TimeoutException:
+        return None
+    except Exception as error:  # math-verify and the parsers behind it have no common class of errors
+        # Not the text's fault.
+        if "threaded environment" in str(error):
+            raise
+        return []

@@ -56,23 +56,26 @@ class Mean(float):
         mean.weight = weight
         return mean
 
+    def __getnewargs__(self) -> tuple[float, float]:
+        # For copies: a callback may take one of all metrics.
+        return float(self), self.weight
+
 
 def merge_micro_batches(metrics: Mapping[str, list[float]]) -> None:
     """
     Prepare metrics for TRL's mean over micro-batches, which counts each of them once.
 
-    Of a minimum or a maximum one value is left, and of each [`Mean`] the mean over the tokens or completions of all
-    micro-batches: answers in loops are the longest, so few micro-batches may hold most of their tokens.
+    Of a minimum or a maximum of ours one value is left, and of each [`Mean`] the mean over the tokens or completions
+    of all micro-batches: answers in loops are the longest, so few micro-batches may hold most of their tokens.
 
     Args:
         metrics: The values of the micro-batches by name, changed in place. Of TRL's own metrics none is changed.
     """
     for name, values in metrics.items():
-        if not name.startswith(("ratio/", "mismatch/", "error_tokens/")):
-            continue
-        if name.endswith("min"):
+        is_ours = name.startswith(("ratio/", "mismatch/"))
+        if is_ours and name.endswith("min"):
             values[:] = [min(values)]
-        elif name.endswith("max"):
+        elif is_ours and name.endswith("max"):
             values[:] = [max(values)]
         else:
             values[:] = _merged_means(values)

@@ -214,7 +214,7 @@ class ServerClient(VLLMClient):
             ValueError: as [`check`].
         """
         versions = {state["version"] for state in self.ask_workers("qarl_state")}
-        if versions == {self.version}:
+        if self.version is not None and versions == {self.version}:
             return True
         self.check(self._needed)
         return False
