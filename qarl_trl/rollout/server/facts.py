@@ -60,8 +60,9 @@ def digest_of_sources(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-# When this process loads the package, because its files may change while a server runs.
+# When this process loads the packages, because their files may change while a server runs.
 _REVISION = digest_of_sources(Path(__file__).resolve().parents[2])
+_VLLM = installed_version("vllm")
 
 
 def engine_facts(
@@ -88,7 +89,7 @@ def engine_facts(
         "quantization_config": quantization,
         "kv_cache_dtype": cache_dtype,
         "adapter": adapter,
-        "vllm": installed_version("vllm"),
+        "vllm": _VLLM,
         "revision of qarl_trl": _REVISION,
     }
 
