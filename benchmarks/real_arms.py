@@ -99,9 +99,9 @@ REGIMES: dict[str, dict[str, Any]] = {
     # ran in it.
     "stale": G64 | {"updates": 8},
     # One start and the same, distilled into 4 bits by real_distill.py: `--start` names the folder. What an arm trained
-    # from the first is distilled afterwards, as it is put through GPTQ.
+    # from either is distilled afterwards, as it is put through GPTQ.
     "undistilled": G64 | {"distill_again": True},
-    "distilled": G64,
+    "distilled": G64 | {"distill_again": True},  # cells of before 2026-11-30, 18:00 UTC, lack it
     # What a start scores by AWQ, which is too slow in bfloat16 on the CPUs that these runs had.
     "g64_portable": G64 | {"portable": True, "awq": 128},
     # Which rate of `RATED` an arm takes: by its rewards, hence on training problems, and nothing is scored.
