@@ -491,6 +491,7 @@ def distill(
         seed: Of the order of the problems (default: transformers' own).
     """
     problems = folder.parent / "solutions.jsonl"
+    problems.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for row in solved_problems(start)]
     problems.write_text("".join(lines))
 
