@@ -15,7 +15,7 @@ from slow.toys import logged, stored_tensors
 from toy_runs import adapter, changed, make
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from qarl_trl.export.files import base_of, check_base
+from qarl_trl.export.adapter_base import base_of, check_base
 from qarl_trl.export.push import model_files
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 from qarl_trl.quant.layers.frozen import adapter_tensors

@@ -13,9 +13,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from .._compat.sharding import writes_whole_models
 from ..export import save_low_bit
+from ..export.adapter_base import forget_base, name_base
 from ..export.card import write_card
 from ..export.card_edits import CARD, edited_card
-from ..export.files import BASE_FOLDER, apply_umask, forget_base, name_base
+from ..export.files import BASE_FOLDER, apply_umask
 from ..export.low_bit import check_adapter_target, holds_low_bit
 from ..export.outputs import Outputs
 from ..guards import all_or_none

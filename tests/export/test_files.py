@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from qarl_trl import cli
 from qarl_trl.export import save_low_bit
-from qarl_trl.export.files import apply_umask, base_of, cache_beside_base, forget_base, name_base
+from qarl_trl.export.files import apply_umask
 from qarl_trl.quant import apply_quantization
 
 
@@ -31,15 +31,6 @@ def file(tmp_path):
     path = tmp_path / "file"
     path.write_text("mine")
     return path
-
-
-@pytest.fixture
-def adapter(tmp_path):
-    """The folder of an adapter."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
-    return folder
 
 
 def test_an_output_folder_that_cannot_be_written_is_refused_before_the_model_loads(model, file, no_loading):
@@ -103,32 +94,6 @@ def test_a_low_bit_folder_may_be_read_as_the_umask_says(
     assert oct(folder.stat().st_mode & 0o777) == oct(folder_mode)
     # Control: the weights are among the files. safetensors writes them without regard to the umask.
     assert (folder / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("name", ["base", "../base"])
-def test_a_base_is_a_folder_beside_the_adapter(tmp_path, adapter, name):
-    name_base(adapter, name, "v2", tmp_path)
-
-    with pytest.raises(FileNotFoundError, match="is missing"):
-        base_of(adapter)
-
-    (adapter / name).mkdir()
-    assert base_of(adapter) == (str(adapter / name), None)
-
-
-def test_a_base_is_a_repository_whatever_its_name(tmp_path, adapter):
-    name_base(adapter, "org/base", "v2", tmp_path)
-
-    assert base_of(adapter) == ("org/base", "v2")
-
-
-@pytest.mark.parametrize("cache", [None, "fp8_e5m2"])
-def test_the_cache_of_a_run_is_beside_its_frozen_base_until_another_adapter_comes(tmp_path, adapter, cache):
-    name_base(adapter, "org/base", None, tmp_path, cache)
-    assert cache_beside_base(adapter) == cache
-
-    forget_base(adapter)
-    assert not (adapter / "base_config.json").exists()
 
 
 def test_weights_of_a_user_keep_their_permissions(tmp_path):

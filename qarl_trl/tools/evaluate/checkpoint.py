@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
 from transformers import PretrainedConfig
 
-from ...export import files
+from ...export import adapter_base, files
 from ...export.card import scheme_name
 from ...export.tensors import Checked, check_tensors
 from ...quant.scheme import describe_scheme
@@ -64,7 +64,7 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
         files.check_generation_config(folder)
         return folder, None
 
-    has_frozen_base = (folder / files.BASE_CONFIG).is_file()
+    has_frozen_base = (folder / adapter_base.BASE_CONFIG).is_file()
     # A later run with all weights may have left its model in the same folder.
     has_model = (folder / "config.json").is_file()
     if has_model or not has_frozen_base:
@@ -74,8 +74,8 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
         )
 
     # The base may be a folder or a Hub id, with files of its own to look for.
-    base, _ = find_checkpoint(*files.base_of(folder))
-    files.check_base(folder, base)
+    base, _ = find_checkpoint(*adapter_base.base_of(folder))
+    adapter_base.check_base(folder, base)
     return base, folder
 
 

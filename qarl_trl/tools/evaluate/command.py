@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> Callable[[], None]:
     # Late imports, so that `--help` and a wrong option need not wait for them. Cheap checks come first.
     from transformers import AutoConfig, AutoTokenizer
 
-    from ...export.files import cache_beside_base
+    from ...export.adapter_base import cache_beside_base
     from ...export.vocabulary import check_vocabulary_files
     from ...rewards import load_rewards
     from ...rollout.engine_settings import check_engine_arguments

@@ -61,8 +61,9 @@ def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int | N
 
 def serving_the_two(adapter: str, base: str) -> str:
     """How to keep the policy that was trained beside a frozen base."""
+    from ...export.adapter_base import cache_beside_base
     from ...export.card import served_rank
-    from ...export.files import ADAPTER_CONFIG, cache_beside_base
+    from ...export.files import ADAPTER_CONFIG
 
     rank = json.loads(Path(adapter, ADAPTER_CONFIG).read_text())["r"]
     command = (

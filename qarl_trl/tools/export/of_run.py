@@ -15,7 +15,8 @@ from safetensors import safe_open
 from ...checkpoints.folder import MANIFEST
 from ...checkpoints.identity import scheme_fact
 from ...checkpoints.models import weights_fact
-from ...export.files import BASE_CONFIG, LOW_BIT_FOLDER, weight_files
+from ...export.adapter_base import BASE_CONFIG
+from ...export.files import LOW_BIT_FOLDER, weight_files
 from ...quant.layers.layer import LowBitLayer
 from ...quant.match import match_layers
 from ...quant.names import checkpoint_modules, computed_by

@@ -209,7 +209,8 @@ def _adapter(args: argparse.Namespace, adapter: str) -> ExportSource:
     """A LoRA adapter, to be merged into its base; `adapter` is its folder, in or below that of `args`."""
     from peft import PeftConfig
 
-    from ...export.files import base_of, tensor_shapes
+    from ...export.adapter_base import base_of
+    from ...export.files import tensor_shapes
     from ...quant.source import quantized_source
 
     # On a language model peft would drop the head of a classifier, in silence.
@@ -305,7 +306,7 @@ def _adapter_of_quantized_base(
     A LoRA adapter in the folder `adapter` whose base is a compressed-tensors checkpoint; `hub` are arguments of
     `from_pretrained` for the base.
     """
-    from ...export.files import BASE_CONFIG, check_base
+    from ...export.adapter_base import BASE_CONFIG, check_base
 
     changes_layers = args.group_size or args.targets != DEFAULT_TARGETS or args.ignore is not None
     if changes_layers and not args.scheme:

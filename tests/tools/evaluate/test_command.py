@@ -17,7 +17,7 @@ from trl.chat_template_utils import qwen3_template
 
 from qarl_trl import cli
 from qarl_trl.checkpoints.folder import MANIFEST
-from qarl_trl.export.files import name_base
+from qarl_trl.export.adapter_base import name_base
 from qarl_trl.rewards import math_reward
 from qarl_trl.tools.evaluate import sample
 from qarl_trl.tools.evaluate.checkpoint import check_complete
