@@ -146,7 +146,7 @@ def passes(path: str, scheme: str, rounds: int) -> dict[str, Any]:
     for name in ("quantized", "weights"):
         model = quantized_model(path, scheme)
         if name == "quantized":
-            low_bit_store(model).gather_quantized(RANKS, torch.device("cpu"))
+            low_bit_store(model).prepare_gathers(RANKS, torch.device("cpu"))
         shard(model, mesh=mesh, mp_policy=policy)
         models[name] = model
 

@@ -183,9 +183,9 @@ def reference_of(checkpoint: str, probes: list[list[int]]) -> Reference:
     """Read a checkpoint whose quantized values are frozen."""
     from qarl_trl.quant.scheme import resolve_config
     from qarl_trl.quant.source import quantized_source
-    from qarl_trl.quant.start import load_master_weights
+    from qarl_trl.quant.start import load_frozen_base
 
-    model = load_master_weights(checkpoint, freeze=resolve_config(quantized_source(checkpoint).plan()))
+    model = load_frozen_base(checkpoint, resolve_config(quantized_source(checkpoint).plan()))
     return Reference(quantized(model), values(model), log_probs(model, probes))
 
 

@@ -28,7 +28,7 @@ OF_OPTIMIZER = (*KEPT_BY_OPTIMIZER, "lr_scheduler_type", "lr_scheduler_kwargs", 
 READ_IN_TRAIN = (*OF_OPTIMIZER, "max_grad_norm", "max_steps", "num_train_epochs")
 
 # Those of the configs of this package. One that is not here, as a user's config of another trainer has, is refused.
-SETTINGS: dict[Rule, tuple[str, ...]] = {
+SETTINGS_BY_RULE: dict[Rule, tuple[str, ...]] = {
     Rule.APPLIED: (
         *OF_OPTIMIZER,
         "max_grad_norm",
@@ -39,6 +39,8 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "vllm_max_model_length",
         "max_tool_calling_iterations",
         "vllm_engine_kwargs",
+        # With one scale per token each rank quantizes its part of an input (`scheme_support._check_scheme`).
+        "vllm_tensor_parallel_size",
     ),
     Rule.BETWEEN_BATCHES: (
         # How a rollout batch is divided.
@@ -262,7 +264,6 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "vllm_server_timeout",
         "vllm_group_port",
         "vllm_gpu_memory_utilization",
-        "vllm_tensor_parallel_size",
         "sync_folder",
         "trust_remote_code",
         # Checks.
@@ -282,7 +283,7 @@ SETTINGS: dict[Rule, tuple[str, ...]] = {
         "quant_recipe",
     ),
 }
-RULES = {name: rule for rule, names in SETTINGS.items() for name in names}
+RULES = {name: rule for rule, names in SETTINGS_BY_RULE.items() for name in names}
 
 
 @dataclass(frozen=True)

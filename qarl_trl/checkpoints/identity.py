@@ -273,7 +273,7 @@ def _data_fact(data: Any) -> str:
 
 def _transform_fact(data: Any) -> str:
     """The name of the function through which a training set shows its rows (`set_transform`)."""
-    from datasets import Dataset  # as below
+    from datasets import Dataset  # late, as elsewhere in this module
 
     if not isinstance(data, Dataset) or data.format["type"] != "custom":
         return "none"

@@ -291,6 +291,8 @@ def _sample(tensor: torch.Tensor) -> bytes:
     # accelerate keeps it on the disk, or in a place of its own in the CPU's memory (`device_map`).
     if tensor.is_meta:
         return repr(tuple(tensor.shape)).encode()
+    # For most matrices only the first column (see `quant.samples.sample`). Another choice would change the digests of
+    # earlier checkpoints.
     values = tensor.flatten()
     sample = values[:: max(1, len(values) // _SAMPLES)].float().cpu()
     return sample.numpy().tobytes()

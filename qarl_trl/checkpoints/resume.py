@@ -286,36 +286,17 @@ def _is_same_precision(change: Change, stored: Mapping[str, Any]) -> bool:
 
 def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Refuse (`ValueError`) a checkpoint whose run had another value of a fact. Earlier versions wrote fewer facts."""
-    value = identity[name]
-    if name == CONFIG:
-        _check_config(checkpoint, stored.get(name, {}), value)
-        return
-    if name == COMMIT:
-        _check_commit(checkpoint, stored, identity)
-        return
-    # Earlier versions had the number among the settings.
-    if name == PACKERS and name not in stored and "dataset_num_proc" in stored.get(SETTINGS, {}):
-        stored = {**stored, name: stored[SETTINGS]["dataset_num_proc"] or 1}
-    if name in _READERS and stored.get(name, value) != value:
-        reader, does = _READERS[name]
-        raise ValueError(
-            f"{checkpoint} {reader}={stored[name]}, got {value}: each process {does} of its own, so other rows would "
-            f"come. Set it back, or {_new_run(identity)}."
-        )
-    # Of a model of the Hub they are its name and the revision that was asked for.
-    if name == "weights" and COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:
-        return
-    if name == "scheme" and same_scheme(stored.get(name, value), value):
-        if stored.get(name, value) != value and _has_layers_in_routers(checkpoint):
-            logger.warning(
-                f"The run of {checkpoint} trained layers within routers in low bits. They stay in high precision now."
-            )
-        return
-    if name == TOKENIZER and _has_digest_without_settings(stored):
-        return
-    # They left facts out of an adapter, also where it had them.
-    if name == "adapter" and OPTIMIZER not in stored:
-        value = [of_earlier_version(facts, has_choice_of_layers=TRAINED in stored) for facts in value]
+    check = _CHECKS.get(name, _check_equal)
+    check(name, checkpoint, stored, identity)
+
+
+def _check_equal(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """A fact that must be the same."""
+    _compare(name, checkpoint, stored, identity, identity[name])
+
+
+def _compare(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any], value: Any) -> None:
+    """Refuse (`ValueError`) a checkpoint whose run had another `value` of a fact."""
     if stored.get(name, value) != value:
         raise ValueError(
             f"{checkpoint} is a checkpoint of another run: "
@@ -323,6 +304,57 @@ def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity:
             f"and is {value!r} with {identity['model']!r}. "
             "Start with what it was made from, or use another output_dir."
         )
+
+
+def _check_readers(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """The number of processes that read or make the rows of the training set."""
+    value = identity[name]
+    before = stored.get(name)
+    if before is None and name == PACKERS and "dataset_num_proc" in stored.get(SETTINGS, {}):
+        # Earlier versions had the number among the settings.
+        before = stored[SETTINGS]["dataset_num_proc"] or 1
+
+    if before is not None and before != value:
+        reader, does = _READERS[name]
+        raise ValueError(
+            f"{checkpoint} {reader}={before}, got {value}: each process {does} of its own, so other rows would "
+            f"come. Set it back, or {_new_run(identity)}."
+        )
+
+
+def _check_weights(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """The digest of a model's weights; of a model of the Hub the name and the revision that were asked for."""
+    # The commit decides.
+    if COMMIT in identity and stored.get(COMMIT) == identity[COMMIT]:
+        return
+    _check_equal(name, checkpoint, stored, identity)
+
+
+def _check_scheme(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """The scheme of the layers, whose words may differ between versions."""
+    value = identity[name]
+    before = stored.get(name, value)
+    if not same_scheme(before, value):
+        _check_equal(name, checkpoint, stored, identity)
+    elif before != value and _has_layers_in_routers(checkpoint):
+        logger.warning(
+            f"The run of {checkpoint} trained layers within routers in low bits. They stay in high precision now."
+        )
+
+
+def _check_tokenizer(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """The digest of the tokenizer."""
+    if not _has_digest_without_settings(stored):
+        _check_equal(name, checkpoint, stored, identity)
+
+
+def _check_adapter(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """The settings of the adapters."""
+    value = identity[name]
+    # Earlier versions stored fewer settings of an adapter.
+    if OPTIMIZER not in stored:
+        value = [of_earlier_version(facts, has_choice_of_layers=TRAINED in stored) for facts in value]
+    _compare(name, checkpoint, stored, identity, value)
 
 
 def _has_layers_in_routers(checkpoint: str) -> bool:
@@ -343,8 +375,8 @@ def _has_digest_without_settings(stored: Mapping[str, Any]) -> bool:
     return is_of_earlier_version and any(settings.get(name) for name in ("eos_token", "chat_template_path"))
 
 
-def _check_commit(checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuse (`ValueError`) a model of the Hub that has changed since the checkpoint's run."""
+def _check_commit(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """The commit of a model of the Hub, which may have changed since the checkpoint's run."""
     before = stored.get(COMMIT, identity[COMMIT])
     if before != identity[COMMIT]:
         raise ValueError(
@@ -354,15 +386,29 @@ def _check_commit(checkpoint: str, stored: Mapping[str, Any], identity: Mapping[
         )
 
 
-def _check_config(checkpoint: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse (`ValueError`) a loaded model that computes otherwise than that of the checkpoint's run."""
-    for name, value in now.items():
+def _check_config(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """The config of a loaded model, which may compute differently from that of the checkpoint's run."""
+    before = stored.get(name, {})
+    for key, value in identity[name].items():
         # One that only one of the two has is of another version of transformers.
-        if name in before and before[name] != value:
+        if key in before and before[key] != value:
             raise ValueError(
-                f"{checkpoint} is a checkpoint of another run: {name} in the config of the loaded model was "
-                f"{before[name]!r}, and is {value!r}. Load it as that run did, or start a new run."
+                f"{checkpoint} is a checkpoint of another run: {key} in the config of the loaded model was "
+                f"{before[key]!r}, and is {value!r}. Load it as that run did, or start a new run."
             )
+
+
+# Facts with a comparison of their own. Each refuses (`ValueError`) a checkpoint of another run.
+_CHECKS = {
+    CONFIG: _check_config,
+    COMMIT: _check_commit,
+    WORKERS: _check_readers,
+    PACKERS: _check_readers,
+    "weights": _check_weights,
+    "scheme": _check_scheme,
+    TOKENIZER: _check_tokenizer,
+    "adapter": _check_adapter,
+}
 
 
 def changed_settings(checkpoint: str | Path, identity: Mapping[str, Any]) -> list[Change]:

@@ -71,7 +71,8 @@ class StopOnSignal(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Exit, now that the checkpoint is complete."""
         # The Trainer also saves after the last step. A run that is complete exits with the same code then, so it is
-        # started once more, and trains nothing. Of a signal during a save without the optimizer the next step tells.
+        # started once more, and trains nothing. If the signal came during a save without the optimizer, the next
+        # step handles it.
         if self._agree(self.received) and not args.save_only_model:
             logger.warning("Stopped by a signal at step %d, saved; exit code %d.", state.global_step, EXIT_CODE)
             raise SystemExit(EXIT_CODE)

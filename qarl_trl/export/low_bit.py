@@ -31,7 +31,7 @@ from .._compat.sharding import unsharded_class
 from ..quant.layers.experts import QuantExperts, expert_modules
 from ..quant.layers.layer import LowBitLayer, quantized_modules
 from ..quant.match import names_for_patterns
-from ..quant.names import base_model, checkpoint_modules, has_untied_head, untie
+from ..quant.names import base_model, checkpoint_modules, config_wrongly_ties_head, untie
 from ..quant.scheme import MINMAX
 from ..quant.sharding.shards import shape_of
 from ..quant.source import INDEX
@@ -335,7 +335,7 @@ def _save_configs(model: Any, tokenizer: Any | None, quant_config: dict[str, Any
     model_class = unsharded_class(model)
     config.architectures = [model_class.__name__]
     config.quantization_config = quant_config
-    if has_untied_head(model):
+    if config_wrongly_ties_head(model):
         untie(config)
     # The code of a model with `trust_remote_code` from a folder; that of its config comes with the config.
     if getattr(model_class, "_auto_class", None) is not None:

@@ -316,7 +316,6 @@ def _check_layer(layer: Matched, owners: Counter[int], frozen: bool, layers: lis
     if not layer.has_experts and type(layer.base) is not nn.Linear:
         raise ValueError(f"{layer.name!r} must be nn.Linear or in quant_ignore, got {type(layer.base)}.")
 
-    # A quant_ignore of the user's replaces the default.
     routers = match_targets(layer.name, layer.base, ROUTERS)
     indexers = match_targets(layer.name, layer.base, INDEXERS)
     if routers or indexers:

@@ -93,9 +93,9 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if is_peft_model(model) else model
 
 
-def has_untied_head(model: PreTrainedModel) -> bool:
+def config_wrongly_ties_head(model: PreTrainedModel) -> bool:
     """
-    Whether the output layer of a model has a matrix of its own, and its config says that it has that of the embedding.
+    Whether a config says that output layer and embedding share a matrix, and they do not.
 
     transformers loads both matrices if a checkpoint has two. An engine goes by the config, and reads one.
 

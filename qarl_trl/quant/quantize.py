@@ -159,9 +159,13 @@ def quantize_weight(weight: Tensor, scheme: QuantizationScheme, largest: Tensor 
     Raises:
         ValueError: if the weight is not a matrix, does not fill whole words when packed, or holds NaN or infinity.
     """
-    if weight.ndim != 2 or ("pack" in scheme.format and weight.shape[1] % PACKED_TOGETHER):
+    if weight.ndim != 2:
+        raise ValueError(f"The weight must be a matrix (out, in), got shape {tuple(weight.shape)}. Flatten it first.")
+    columns = weight.shape[1]
+    if "pack" in scheme.format and columns % PACKED_TOGETHER:
         raise ValueError(
-            f"The weight must be a matrix (out, in), in: a multiple of {PACKED_TOGETHER}, got {tuple(weight.shape)}."
+            f"in must be a multiple of {PACKED_TOGETHER} to be packed, got {columns}. Choose a scheme that is not "
+            "packed, or leave the layer out (quant_ignore)."
         )
     # Checks of plans and checkpoints run on models without memory.
     if weight.is_meta:
@@ -227,8 +231,9 @@ def _check_finite(ranges: Tensor, weight: Tensor) -> None:
     # The maximum is NaN if one of them is.
     if ranges.numel() and not math.isfinite(ranges.max().item()):
         raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} holds NaN or infinity: the update before it diverged. Lower the "
-            "learning rate or max_grad_norm, and resume from the last checkpoint."
+            f"A weight of shape {tuple(weight.shape)} must be finite, got NaN or infinity. If training made it, "
+            "resume from the last checkpoint with a lower learning rate or max_grad_norm. If it was loaded, download "
+            "the model again."
         )
 
 

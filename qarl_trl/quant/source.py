@@ -37,7 +37,7 @@ def weight_map(index: Path) -> dict[str, str]:
         index: A `model.safetensors.index.json`.
 
     Raises:
-        ValueError: if it is none, or names a file of another folder.
+        ValueError: if it is not an index, or names a file of another folder.
     """
     try:
         content = json.loads(index.read_text())
@@ -96,9 +96,9 @@ def _is_file_name(name: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class QuantizedSource:
+class CheckpointSource:
     """
-    A compressed-tensors checkpoint on disk.
+    A checkpoint on disk to start from: in compressed-tensors' format, or an unquantized one to freeze.
 
     Attributes:
         name: Its name as the user wrote it.
@@ -273,10 +273,10 @@ class QuantizedSource:
 
     def broken(self, what: str) -> ValueError:
         """The error to raise for a checkpoint in which something is wrong."""
-        return ValueError(f"The quantized checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
+        return ValueError(f"The checkpoint {self.name} is incomplete or damaged: {what}. Download it again.")
 
 
-def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> QuantizedSource | None:
+def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs: Any) -> CheckpointSource | None:
     """
     The checkpoint `name` if it is quantized, otherwise `None`. Reads only `config.json` (from the Hub: downloads all
     files).
@@ -310,4 +310,4 @@ def quantized_source(name: str, plan: QuantizationConfig | None = None, **kwargs
         # No code, and no second copy of the weights in another format.
         patterns = [str(Path(subfolder, kind)) for kind in ("*.safetensors", "*.json")]
         folder = Path(snapshot_download(name, allow_patterns=patterns, **hub_arguments))
-    return QuantizedSource(name, folder / subfolder, QuantizationConfig.model_validate(quantization))
+    return CheckpointSource(name, folder / subfolder, QuantizationConfig.model_validate(quantization))

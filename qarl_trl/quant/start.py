@@ -22,38 +22,73 @@ from .gemms.gemm import GemmChoice, plain_gemm
 from .layers.layer import quantized_modules
 from .names import architecture_of
 from .scheme import MASTER_CAST_DTYPE
-from .source import QuantizedSource, quantized_source
+from .source import CheckpointSource, quantized_source
 
 
 def load_master_weights(
-    name: str,
-    *,
-    dtype: torch.dtype | str = "float32",
-    architecture: Any = None,
-    freeze: QuantizationConfig | None = None,
-    gemm: GemmChoice = plain_gemm,
-    **kwargs: Any,
+    name: str, *, dtype: torch.dtype | str = "float32", architecture: Any = None, **kwargs: Any
 ) -> PreTrainedModel:
     """
-    Load a compressed-tensors checkpoint as an unquantized model on the CPU.
+    Load a compressed-tensors checkpoint as an unquantized model: its layers get the weights that the stored low-bit
+    tensors decompress to.
 
     Args:
         name: Its folder or Hub id.
         dtype: Dtype of the master weights; `"auto"`: the checkpoint's.
         architecture: The model class; default: that in `config.json`.
-        freeze: A plan whose layers become [`~qarl_trl.quant.layers.frozen.FrozenLinear`]s with the stored low-bit
-            tensors (an unquantized checkpoint is quantized by layer). All else is bfloat16.
-        gemm: For frozen layers, see [`~qarl_trl.quant.apply_quantization`].
         kwargs: Arguments of `from_pretrained` (`revision`, `subfolder`, `token`, ...) and fields of the model's
             config.
 
+    Returns:
+        The model on the CPU; with FSDP's RAM-efficient loading without values in all processes but the first.
+
     Raises:
-        ValueError: if it is not quantized, lacks a tensor, or cannot be frozen.
+        ValueError: if it is not quantized, or lacks a tensor.
     """
-    source = quantized_source(name, freeze, **kwargs)
+    source = quantized_source(name, **kwargs)
     if source is None:
         raise ValueError(f"{name} is not quantized. Use from_pretrained.")
 
+    config, architecture, settings = _what_to_load(name, architecture, kwargs)
+    model = _from_tensors(architecture, source, config, dtype, frozen=(), **settings)
+    return _named_after(model, source)
+
+
+def load_frozen_base(
+    name: str, plan: QuantizationConfig, *, gemm: GemmChoice = plain_gemm, architecture: Any = None, **kwargs: Any
+) -> PreTrainedModel:
+    """
+    Load a model whose layers in `plan` are [`~qarl_trl.quant.layers.frozen.FrozenLinear`]s: they have low-bit tensors
+    and no master weights. All else is bfloat16.
+
+    Args:
+        name: Folder or Hub id of a checkpoint. Of a quantized one the layers get the stored tensors, byte for byte. An
+            unquantized one is quantized layer by layer.
+        plan: Which layers, and how.
+        gemm: See [`~qarl_trl.quant.apply_quantization`].
+        architecture: The model class; default: that in `config.json`.
+        kwargs: As for [`load_master_weights`].
+
+    Returns:
+        The model, where that of [`load_master_weights`] is.
+
+    Raises:
+        ValueError: if the checkpoint lacks a tensor, or stores other tensors than `plan` needs.
+    """
+    # TRL's loader gives one, but all that is not frozen is bfloat16.
+    kwargs.pop("dtype", None)
+    source = quantized_source(name, plan, **kwargs)
+    assert source is not None  # with a plan any checkpoint is a source
+
+    config, architecture, settings = _what_to_load(name, architecture, kwargs)
+    model = _load_frozen(architecture, source, config, plan, gemm, **settings)
+    return _named_after(model, source)
+
+
+def _what_to_load(
+    name: str, architecture: Any, kwargs: dict[str, Any]
+) -> tuple[PretrainedConfig, Any, dict[str, Any]]:
+    """The config of a checkpoint, the class of its model, and the arguments for the class's `from_pretrained`."""
     config, settings = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **kwargs)
     # With it `from_pretrained` would use transformers' loader of quantized checkpoints, and a file of master weights
     # would say that they are quantized.
@@ -62,15 +97,14 @@ def load_master_weights(
         architecture = architecture_of(config) or AutoModelForCausalLM
     # `AutoConfig` keeps this argument for itself.
     settings["trust_remote_code"] = kwargs.get("trust_remote_code", False)
+    return config, architecture, settings
 
-    if freeze is None:
-        model = _from_tensors(architecture, source, config, dtype, frozen=(), **settings)
-    else:
-        model = _load_frozen(architecture, source, config, freeze, gemm, **settings)
 
-    # A model made from tensors does not know where it comes from; the engine, resuming and cards ask it.
-    model.config._name_or_path = name
-    model.name_or_path = name
+def _named_after(model: PreTrainedModel, source: CheckpointSource) -> PreTrainedModel:
+    """The model, with the name and the generation config of the checkpoint from whose tensors it was made."""
+    # It does not know where it comes from; the engine, resuming and cards ask it.
+    model.config._name_or_path = source.name
+    model.name_or_path = source.name
     if model.can_generate():
         with suppress(OSError):  # no such file: the defaults stay
             model.generation_config = GenerationConfig.from_pretrained(source.folder)
@@ -79,7 +113,7 @@ def load_master_weights(
 
 def _load_frozen(
     architecture: Any,
-    source: QuantizedSource,
+    source: CheckpointSource,
     config: PretrainedConfig,
     plan: QuantizationConfig,
     gemm: GemmChoice,
@@ -118,7 +152,7 @@ def _load_frozen(
 
 def _from_tensors(
     architecture: Any,
-    source: QuantizedSource,
+    source: CheckpointSource,
     config: PretrainedConfig,
     dtype: torch.dtype | str,
     frozen: Collection[str],

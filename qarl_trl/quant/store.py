@@ -1,8 +1,10 @@
 """`LowBitStore`: the one owner of the low-bit weights of a model.
 
 The learner's forward, the weight sync and the exported file all get a weight from here, so they have the same tensors,
-byte for byte (paper Sec. 3.1). A forward asks `weight_of`; syncs and files go through `tensors`. Both come to
-`_quantize`, which calls the producer, unless a weight that was made before is still up to date: `_state_of` says so.
+byte for byte (paper Sec. 3.1). A forward asks `weight_of`, which makes a weight again when its master weights have
+changed (`_state_of`). Syncs and files go through `tensors`, which makes every weight again. `_quantize` makes a whole
+weight, `rows_of` the rows of a shard. A frozen weight is read from a checkpoint. So all low-bit tensors come from
+`quantize_weight`, or are stored ones.
 
 The store also knows where master weights are: whole, sharded by FSDP2 or ZeRO-3, or dropped by a frozen base.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,6 +31,14 @@ from .samples import Samples, are_equal, sample_weights
 from .sharding.gathers import GatheredWeight, is_master_shard, make_master_shards
 from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import Gather, checkpoint_stream
+
+
+class Seen(Enum):
+    """What [`LowBitStore.refresh_trained`] saw of trained master weights."""
+
+    NOTHING = "they are unchanged since the last look"
+    STEP = "a change that was told, or shards, which cannot be compared"
+    WRITE = "others, of which nobody had told"
 
 
 class LowBitStore:
@@ -59,8 +70,6 @@ class LowBitStore:
         self._look_is_due = False
         # Of those that are trained, with the count of changes that belongs to it.
         self._trained_samples: tuple[int, Samples] | None = None
-        # Whether the last look at trained weights found others, of which nothing had told.
-        self.saw_write = False
         self._changes = 0
         self._is_told = False
         self._sharded = False
@@ -145,7 +154,7 @@ class LowBitStore:
         """Say that somebody may write to master weights that nobody trains. The next forward looks at them."""
         self._look_is_due = True
 
-    def look_at_untrained(self) -> None:
+    def refresh_untrained(self) -> None:
         """
         Forget all low-bit weights if master weights that nobody trains changed since the last call.
 
@@ -159,33 +168,36 @@ class LowBitStore:
         if before is not None and not are_equal(before, self._samples):
             self.forget()
 
-    def look_at_trained(self) -> bool:
+    def refresh_trained(self) -> Seen:
         """
         Make low-bit weights again if the master weights that are trained changed since the last call, by their
         samples. Shards are not looked at: those of them are always made again.
 
         Returns:
-            Whether low-bit weights are made again.
+            What changed since the last call.
         """
-        self.saw_write = False
         if self._sharded:
             self.weights_changed()
-            return True
+            return Seen.STEP
 
         before = self._trained_samples
         samples = sample_weights((layer for _, layer in self.layers()), trained=True)
         # An optimizer's step in between also counts if the weights are back where they were: low-bit weights that were
         # kept since then are of others.
-        is_told = before is None or before[0] != self._changes
-        self.saw_write = before is not None and not is_told and not are_equal(before[1], samples)
-        is_changed = is_told or self.saw_write
-        if is_changed:
+        if before is None or before[0] != self._changes:
+            seen = Seen.STEP
+        elif not are_equal(before[1], samples):
+            seen = Seen.WRITE
+        else:
+            seen = Seen.NOTHING
+
+        if seen is not Seen.NOTHING:
             self.weights_changed()
         self._trained_samples = (self._changes, samples)
-        return is_changed
+        return seen
 
     def use_once(self) -> None:
-        """Make low-bit weights again when asked, and let the next [`look_at_trained`] call that no change."""
+        """Make low-bit weights again when asked, and let the next [`refresh_trained`] call that no change."""
         self.weights_changed()
         if self._trained_samples is not None:
             self._trained_samples = (self._changes, self._trained_samples[1])
@@ -215,7 +227,7 @@ class LowBitStore:
             return layer.frozen_weight
         if self._look_is_due:
             self._look_is_due = False
-            self.look_at_untrained()
+            self.refresh_untrained()
 
         # Where FSDP2 gathers quantized values, it has them during a forward, and only rows before and after it.
         parameters = layer.sources(name)
@@ -281,7 +293,7 @@ class LowBitStore:
 
     # Sharding --------------------------------------------------------------------------------------------------------
 
-    def gather_quantized(self, ranks: int, device: torch.device) -> None:
+    def prepare_gathers(self, ranks: int, device: torch.device) -> None:
         """
         Make FSDP2 gather quantized values instead of weights, where it can. Call it before FSDP2 shards the model.
 
@@ -318,7 +330,7 @@ class LowBitStore:
         return self._changes if self._is_told else UNKNOWN
 
     def _quantize(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> LowBitWeight:
-        """Quantize a weight of a layer: the only call of the quantizer for whole weights."""
+        """Quantize a weight of a layer from its master weights."""
         matrix = layer.to_quantize(name, *parameters)
         if isinstance(matrix, DTensor):
             return quantize_shards(matrix, layer.scheme)

@@ -200,8 +200,14 @@ class LowBitVLLMGeneration(VLLMGeneration):
 
     def _compare_if_restarted(self) -> None:
         """Compare a server with this run as at the start, if it was started again since the last sync."""
-        holds_last_sync = on_first(self.accelerator, lambda: self.vllm_client.holds_last_sync())
-        if not holds_last_sync and self.sync_check is not None:
+
+        def is_another_engine() -> bool:
+            if self.vllm_client.holds_last_sync():
+                return False
+            self.vllm_client.check_again()
+            return True
+
+        if on_first(self.accelerator, is_another_engine) and self.sync_check is not None:
             # The next sync is the first of that engine.
             self.sync_check.asked = True
 

@@ -45,7 +45,7 @@ def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trus
     """
     The arguments of `vllm.LLM` for an engine that matches a `model` after `apply_quantization`.
 
-    Random weights are safe, because TRL syncs before the first generation, also after a resume.
+    Random weights are safe: `LowBitVLLMGeneration.generate` syncs first, and a server refuses an unsynced client.
 
     Args:
         model: The learner's model.

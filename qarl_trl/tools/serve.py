@@ -182,7 +182,7 @@ def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> di
     from ..rollout.scheme_support import default_engine_kwargs
     from ..rollout.vllm import adapters
     from ..rollout.vllm.start import keep_block_scales
-    from ..trainers.policy import quantize_policy
+    from ..trainers.policy import prepare_policy
     from ..validate import check_run, config_of, skeleton
 
     keep_block_scales()
@@ -193,7 +193,7 @@ def server_settings(model: str, args: QaRLConfig, peft_config: Any = None) -> di
     plan = args.quant_plan(None if source is None else source.plan())
     if args.frozen:
         policy = _with_adapter(policy, plan, peft_config)
-    quantize_policy(policy, args, plan)
+    prepare_policy(policy, args, plan)
 
     from_trl = {  # what TRL gives a colocated engine (`VLLMGeneration._init_vllm`)
         "model": model,

@@ -35,7 +35,7 @@ class TellStore(TrainerCallback):
             check_saved(model)
         self._store.forget()  # a checkpoint may have been loaded
         # What the first step is compared with.
-        self._store.look_at_untrained()
+        self._store.refresh_untrained()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # A callback may have written to the weights between two steps, as those that average them do (EMA). If nothing

@@ -184,8 +184,8 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         more = tokens[ends[0] : ends[-1]] if ends else []
         if self._tokenizer.decode(more, skip_special_tokens=True).strip():
             logger.warning_once(
-                "Answers of several turns are learned up to their first end token: what the model would be asked next "
-                "is no answer of its. Make a row of each turn, with those before it in its prompt."
+                "Answers of several turns are learned up to their first end token: what comes "
+                "after it is not the model's answer. Make a row of each turn, with those before it in its prompt."
             )
         if ends:
             tokens = tokens[: ends[0] + 1]

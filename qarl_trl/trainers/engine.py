@@ -61,8 +61,8 @@ def build_sync_check(trainer: Any) -> SyncCheck | None:
     longest = args.vllm_max_model_length or of_model or LENGTH + 1
     length = min(LENGTH, longest - 1)
     tokens = sync_check_tokens(_tokenizer_of(trainer), text_config.vocab_size, length)
-    # The check's learner computes what the engine does also where training does not: so with the weights, and so with
-    # an unaligned cache, if its rounding is known.
+    # The check's learner rounds as the engine does even where training does not: weights always, an unaligned cache
+    # if its rounding is known.
     unaligned = args.has_low_bit_cache and args.aligned_cache is None
     cache_dtype = args.kv_cache_dtype if unaligned and args.device.type == "cpu" else None
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
 
 from .._compat.sharding import reshard
-from ..quant.store import LowBitStore
+from ..quant.store import LowBitStore, Seen
+from .user_code import is_of_library, method_of_user
 
 
 # The methods that make a loss, and an argument of TRL's SFT. One of a user may run the model with other weights in
@@ -27,8 +26,6 @@ OF_A_LOSS = (
 )
 # What a user gives a trainer to sample with. It may run the policy.
 OF_SAMPLING = ("rollout_func", "tools", "environment_factories")
-# Whose code is no user's.
-LIBRARIES = ("qarl_trl", "trl", "transformers", "accelerate", "torch")
 
 
 class Trust(Enum):
@@ -55,8 +52,8 @@ class ForwardGuard:
         self._trust = Trust.LOOKED_AT
         # Whether low-bit weights may have been made of weights that somebody put in place.
         self._is_doubtful = False
-        # Whether the current forward is the first with these weights: they may be in place for it alone.
-        self._is_first = False
+        # What changed right before the current forward. Weights that are new may be in place for it alone.
+        self._seen = Seen.NOTHING
         self._shards: nn.Module | None = None
 
     def watch(self, model: nn.Module) -> None:
@@ -114,7 +111,7 @@ class ForwardGuard:
         """A hook before a forward."""
         if self._store is not None and self._trust is not Trust.KEPT:
             self._is_doubtful = True
-            self._is_first = self._store.look_at_trained()
+            self._seen = self._store.refresh_trained()
             self._store.untrained_may_have_changed()
 
     def after(self, *_: Any) -> None:
@@ -125,9 +122,9 @@ class ForwardGuard:
         self._store.untrained_may_have_changed()
         if self._trust is Trust.LOSS:
             # The first forward with gradients after a step is the student's: its backward uses what it made.
-            is_for_once = self._store.saw_write or not torch.is_grad_enabled()
+            is_for_once = self._seen is Seen.WRITE or not torch.is_grad_enabled()
         else:
-            is_for_once = self._is_first
+            is_for_once = self._seen is not Seen.NOTHING
         if is_for_once:
             self._store.use_once()
 
@@ -172,42 +169,4 @@ class ForwardsMixin:
     @property
     def _is_of_user(self) -> bool:
         """Whether the class is a user's."""
-        return type(self).__module__.partition(".")[0] not in ("qarl_trl", "trl")
-
-
-def callback_of_user(trainer: Any, event: str) -> Any | None:
-    """
-    The first callback of a user that acts on an event; `None` if there is none.
-
-    Args:
-        trainer: A trainer.
-        event: The name of the callbacks' method.
-    """
-    for callback in trainer.callback_handler.callbacks:
-        acts = getattr(type(callback), event, None) is not getattr(TrainerCallback, event) or event in vars(callback)
-        if acts and type(callback).__module__.partition(".")[0] not in LIBRARIES:
-            return callback
-    return None
-
-
-def method_of_user(trainer: Any, methods: tuple[str, ...]) -> str | None:
-    """
-    The first of some methods that is a user's, of a class or put in place of the trainer's by a script; or `None`.
-
-    Args:
-        trainer: A trainer.
-        methods: Names. Those that the trainer lacks do not count.
-    """
-    for method in methods:
-        function = getattr(trainer, method, None)
-        # Through decorators: a wrapper by functools.wraps has the name and the module of what it wraps.
-        while function is not None:
-            while isinstance(function, partial):
-                function = function.func
-            code = getattr(function, "__func__", function)
-            scope = getattr(code, "__globals__", {})
-            module = scope.get("__name__") or getattr(code, "__module__", None) or ""
-            if module and module.partition(".")[0] not in LIBRARIES:
-                return method
-            function = getattr(code, "__wrapped__", None)
-    return None
+        return not is_of_library(type(self).__module__)

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 from trl.trainer.utils import create_model_from_path
 
 from .. import guards
+from ..quant.gemms.gemm import GemmChoice
 from ..quant.names import base_model
 from ..quant.samples import sample
-from ..quant.start import load_master_weights
+from ..quant.start import load_frozen_base, load_master_weights
 
 
 logger = get_logger(__name__)
@@ -51,14 +53,18 @@ def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.M
     return model
 
 
-def load_stored(name: str, *architecture: Any, **loading: Any) -> nn.Module:
+def load_stored(
+    name: str, *architecture: Any, freeze: QuantizationConfig | None, gemm: GemmChoice, **loading: Any
+) -> nn.Module:
     """
     Load master weights or a frozen base from a checkpoint's tensors, in place of TRL's loader.
 
     Args:
         name: Folder or Hub id of the model.
         architecture: The class, which TRL names for a reward model.
-        loading: Arguments of [`~qarl_trl.quant.start.load_master_weights`].
+        freeze: The layers of a frozen base; `None`: master weights.
+        gemm: Of a frozen base, see [`~qarl_trl.quant.apply_quantization`].
+        loading: TRL's arguments of `from_pretrained`.
 
     Raises:
         ValueError: for a reward model, whose head is new.
@@ -68,7 +74,9 @@ def load_stored(name: str, *architecture: Any, **loading: Any) -> nn.Module:
             "A reward model must start from a checkpoint in high precision with lora_base='merged': its head is new, "
             f"and a loader of stored tensors has none for it, got {name}."
         )
-    return load_master_weights(name, **loading)
+    if freeze is None:
+        return load_master_weights(name, **loading)
+    return load_frozen_base(name, freeze, gemm=gemm, **loading)
 
 
 def warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:
@@ -82,9 +90,11 @@ def warn_of_rounded_weights(model: nn.Module, learning_rate: float) -> None:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rounded = [parameter for parameter in trained if parameter.dtype in (torch.bfloat16, torch.float16)]
     if rounded:
+        # Half of the distance to the next number, for the largest numbers below a power of two; for others it is more.
+        smallest = round(4 / torch.finfo(rounded[0].dtype).eps)
         logger.warning(
             f"{len(rounded)} of {len(trained)} trained parameters are {rounded[0].dtype}, first of shape "
-            f"{tuple(rounded[0].shape)}. Updates below 1/500 of a weight are rounded away, at "
+            f"{tuple(rounded[0].shape)}. Updates below 1/{smallest} of a weight are rounded away, at "
             f"learning_rate={learning_rate:g} perhaps most of them. Load the model with dtype=torch.float32."
         )
 

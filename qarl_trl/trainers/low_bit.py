@@ -34,7 +34,7 @@ from ..metrics.columns import distinct_names, merge_micro_batches
 from ..quant.digest import with_low_bits
 from ..quant.layers.layer import forget_training, outside_training
 from ..quant.names import base_model
-from ..quant.source import QuantizedSource
+from ..quant.source import CheckpointSource
 from ..quant.store import LowBitStore, find_store
 from ..rollout.engine import LowBitVLLMGeneration
 from ..rollout.engine_gemm import gemm_choice
@@ -42,13 +42,14 @@ from ..validate import check_run
 from ..validate.rollouts import shares_engine
 from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
-from .forwards import ForwardGuard, ForwardsMixin, Trust, callback_of_user
+from .forwards import ForwardGuard, ForwardsMixin, Trust
 from .loading import anchor_model, load_stored, load_whole, warn_of_another_reference, warn_of_rounded_weights
-from .policy import quantize_policy
+from .policy import prepare_policy
 from .sampling import check_end_tokens, say_inherited
 from .setting_checks import check_order
 from .settings import LowBitConfig
 from .shards import ShardsMixin
+from .user_code import callback_of_user
 
 
 logger = get_logger(__name__)
@@ -70,13 +71,15 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
 
     Raises:
         TypeError: if there is no config, or one without [`LowBitConfig`].
-        ValueError: if model, settings and machine do not go together; raised before any weights load.
+        ValueError: if model, settings and machine do not go together; before any weights load, except for end tokens
+            that TRL does not know.
+        RuntimeError: if TRL built another engine.
     """
 
     args: Any
     model: Any
     vllm_generation: Any
-    _source: QuantizedSource | None  # the quantized checkpoint that the run starts from
+    _source: CheckpointSource | None  # the quantized checkpoint that the run starts from
     _plan: QuantizationConfig | None  # which layers are quantized, and how
     _weight_flips: WeightFlips  # compares the low-bit weights of two syncs
     _scored_batches: guards.ScoredBatches
@@ -97,7 +100,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
         if isinstance(args, LowBitConfig) and args.device.type == "cpu":
             choose_arithmetic()
 
-        # Everything that can be refused is refused here, before anything loads.
+        # What can be refused without a model is refused here.
         if isinstance(args, LowBitConfig) and args.quantized and streams_its_weights(type(self)):
             raise ValueError(
                 f"{type(self).__name__} would send its server the weights in high precision, and learn in low bits. "
@@ -134,14 +137,14 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
             engine = getattr(self, "vllm_generation", None)
             if not isinstance(engine, LowBitVLLMGeneration):
                 raise RuntimeError(
-                    f"{of_trl} must sample by TRL's VLLMGeneration, which the low-bit engine stands for, got "
+                    f"{of_trl} must sample by TRL's VLLMGeneration, which the low-bit engine replaces, got "
                     f"{type(engine).__name__}. Set use_vllm=False."
                 )
         else:
             check_end_tokens(self)
             say_inherited(self)
             # With an engine `_build_engine` has done it.
-            quantize_policy(self.model, args, self._plan)
+            prepare_policy(self.model, args, self._plan)
             # TRL's DPO and KTO made this digest before the layers were quantized. Where they have no reference model,
             # a later `evaluate` takes the policy.
             digest = getattr(self, "_precompute_model_hash", None)
@@ -204,8 +207,9 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
         number = torch.tensor([len(bypassed)], device=self.accelerator.device)
         numbers = self.accelerator.gather(number)
         if numbers.any():  # on any process, so that all of them stop
+            first = bypassed[0] if bypassed else "on another process"
             raise RuntimeError(
-                f"{int(numbers.max())} quantized layers did not run in the first step (first: {bypassed[:1]}): "
+                f"{int(numbers.max())} quantized layers did not run in the first step (first: {first}): "
                 "another library replaced their forward, or the batch does not reach them. Add them to `quant_ignore` "
                 "if that is intended."
             )
@@ -263,8 +267,8 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
     # Engine ----------------------------------------------------------------------------------------------------------
 
     def _build_engine(self, args: Any, model: nn.Module, **engine_args: Any) -> LowBitVLLMGeneration:
-        """Stands for TRL's `VLLMGeneration(model, ...)` in its constructor."""
-        quantize_policy(model, args, self._plan)
+        """Takes the place of TRL's `VLLMGeneration(model, ...)` in its constructor."""
+        prepare_policy(model, args, self._plan)
         return build_engine(self, args, model, **engine_args)
 
     def _tool_call_loop(self, *args: Any) -> tuple:
@@ -327,7 +331,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
 
     @contextmanager
     def _weights_as_they_are(self) -> Iterator[None]:
-        """Use no low-bit weights of before in the block, and none of the block after it."""
+        """Make low-bit weights anew at the start of the block, and again after it."""
         self._check_sharded()
         # Twice: the engine must not answer with weights of before, nor afterwards with those of the evaluation.
         self._weights_may_differ()

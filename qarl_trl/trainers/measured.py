@@ -20,7 +20,8 @@ from .sampling import with_stop_tokens
 
 class MeasuredMixin:
     """
-    The part of a [`~qarl_trl.QaRLTrainer`] that measures (docs/metrics.md). Nothing here changes what is learned.
+    The part of a [`~qarl_trl.QaRLTrainer`] that measures (docs/metrics.md), and stops a run whose mismatch is too
+    large. Nothing here changes what is learned.
 
     It overrides methods of TRL's `GRPOTrainer`, above a [`~qarl_trl.trainers.LowBitMixin`]. The trainer calls the
     other methods where it has what they measure.
@@ -98,7 +99,10 @@ class MeasuredMixin:
         return self.args.weighs_mismatch or (self.args.use_vllm and self.rollout_func is None)
 
     def _log_mismatch(self, old: Tensor, sampling: Tensor, mask: Tensor) -> None:
-        """Log how far `old` of the learner and `sampling` of the engine are apart, over the tokens in the loss."""
+        """
+        Log how far `old` of the learner and `sampling` of the engine are apart, over the tokens in the loss, and act
+        on it. All processes call it together.
+        """
         # All processes must enter the collectives together, also those that have no token in the loss.
         if not self.accelerator.gather(mask.sum().view(1)).any():
             return
@@ -110,6 +114,10 @@ class MeasuredMixin:
             for name in ("min", "mean", "max"):  # TRL logged its own weight there; this loss does not use it
                 weight = metrics[f"seq_weight_{name}"]
                 self._replace_metric(f"sampling/importance_sampling_ratio/{name}", weight)
+        self._act_on_mismatch(metrics)
+
+    def _act_on_mismatch(self, metrics: dict[str, float]) -> None:
+        """Stop a run whose mismatch is too large (`RuntimeError`), and tell the sync check of the mismatch."""
         check_mismatch(metrics["logp_diff_mean"], metrics["unscored_max"], self.args.mismatch_abort_threshold)
 
         sync_check = self.vllm_generation.sync_check if self.args.use_vllm else None

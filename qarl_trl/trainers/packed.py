@@ -20,8 +20,9 @@ from ..learner.logps import PackedPasses, TrlResult
 from ..learner.packing import row_order
 from ..quant.names import adapters_in_use
 from ..quant.samples import sample_parameters
-from .forwards import OF_A_LOSS, callback_of_user, method_of_user
+from .forwards import OF_A_LOSS
 from .loss_forward import LossForward
+from .user_code import callback_of_user, method_of_user
 
 
 logger = get_logger(__name__)

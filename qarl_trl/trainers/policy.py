@@ -1,4 +1,4 @@
-"""Give a policy its low-bit layers: the one place where a run is quantized."""
+"""Prepare the policy of a run: its low-bit layers, and what engine and ZeRO-3 ask of it then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..cpu_exact.ops import use_engine_ops
 from ..learner.attention import attend_from_cache
 from ..quant.convert import apply_quantization
 from ..quant.kv_cache import attend_without_cache
-from ..quant.names import base_model, has_untied_head, untie
+from ..quant.names import base_model, config_wrongly_ties_head, untie
 from ..quant.rest import round_rest
 from ..rollout.engine_gemm import gemm_choice
 from ..validate import check_head
@@ -22,12 +22,12 @@ from ..validate import check_head
 logger = get_logger(__name__)
 
 
-def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:
+def prepare_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None) -> None:
     """
-    Give the policy its low-bit layers, and what engine and ZeRO-3 ask of it then.
+    Prepare a policy: the config of its head, its low-bit layers, ZeRO-3, the engine's roundings, attention.
 
-    The one place where a run is quantized: right before its engine starts, which needs the scheme of the layers;
-    without an engine at the end of TRL's constructor.
+    A trainer calls it right before its engine starts, which needs the scheme of the layers; without an engine at the
+    end of TRL's constructor. The layers of a frozen base are quantized already: `quant.start.load_frozen_base` did it.
 
     Args:
         model: The policy, with its adapter.
@@ -35,7 +35,7 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
         plan: Which layers are quantized, and how; `None`: none.
     """
     # Before the engine starts, and before anything is saved: both go by the config.
-    if plan is not None and has_untied_head(model):
+    if plan is not None and config_wrongly_ties_head(model):
         logger.warning("The model has an output layer of its own: its config now says tie_word_embeddings=False.")
         untie(base_model(model).config)
 
@@ -51,11 +51,18 @@ def quantize_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None
 
     if is_zero3(args):
         fit_to_zero3(base_model(model))
-    if args.engine_ops_for(model.config):  # beside a CPU engine: its roundings
-        use_engine_ops(model)
-    elif (plan is not None or args.frozen) and args.quantize_learner and args.bf16 and sharding_of(args) == "none":
-        # Sharded weights are gathered in bfloat16.
-        round_rest(base_model(model))
+    _round_as_engine(model, args, is_low_bit=plan is not None or args.frozen)
+
     attend_without_cache(model)  # an earlier trainer's cache
     if args.aligned_cache is not None:  # after the choice of an attention
         attend_from_cache(model, args.aligned_cache)
+
+
+def _round_as_engine(model: nn.Module, args: Any, is_low_bit: bool) -> None:
+    """Let what is not quantized round where the engine does."""
+    if args.engine_ops_for(model.config):
+        # Beside a CPU engine, with its operations.
+        use_engine_ops(model)
+    elif is_low_bit and args.quantize_learner and args.bf16 and sharding_of(args) == "none":
+        # Sharded weights are gathered in bfloat16 anyway.
+        round_rest(base_model(model))

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from trl.import_utils import is_vllm_available
 
+from .user_code import is_of_library
+
 
 # Switches of TRL and transformers that do not work with low-bit layers, each with the reason.
 UNFIT = {
@@ -102,9 +104,9 @@ def check_order(cls: type, half: type, other: type) -> None:
     """
     order = cls.__mro__
     for base in order[: order.index(half)]:
-        # A user's class may come first, if what it subclasses comes after the low-bit half.
-        is_of_library = base.__module__.partition(".")[0] in ("trl", "transformers")
-        if is_of_library and issubclass(base, other):
+        # A user's class may come first, if what it subclasses comes after the low-bit half. So may ours.
+        is_plain = is_of_library(base.__module__) and not base.__module__.startswith("qarl_trl.")
+        if is_plain and issubclass(base, other):
             raise TypeError(
                 f"{cls.__name__} must have {half.__name__} before {base.__name__}, whose methods would run in place "
                 f"of its own: class {cls.__name__}({half.__name__}, {base.__name__})."
@@ -131,10 +133,10 @@ def check_choices(args: Any) -> None:
 
 
 def _is_declared_by_user(cls: type, field: str) -> bool:
-    """Whether a class outside of TRL, transformers and this library declares a field of a config."""
+    """Whether a user's class declares a field of a config."""
     for base in cls.__mro__:
         if field in vars(base).get("__annotations__", {}):
-            return base.__module__.partition(".")[0] not in ("qarl_trl", "trl", "transformers")
+            return not is_of_library(base.__module__)
     return False
 
 
@@ -262,7 +264,7 @@ def check_one_source(args: Any) -> None:
         raise ValueError(f"{decides} decides which layers are quantized and how, so {others} must not be set.")
 
 
-def check_engine(args: Any) -> None:
+def check_engine_settings(args: Any) -> None:
     """Refuse an engine that is not installed (`ImportError`), and arguments for it that are not the user's to set."""
     if args.has_engine and not is_vllm_available():
         raise ImportError("vLLM is missing: pip install 'qarl_trl[vllm]' (CPU: make install), or use_vllm=False.")
@@ -307,7 +309,7 @@ def _check_cache_size(args: Any) -> None:
 
 
 def _check_server_address(args: Any) -> None:
-    """Refuse (`ValueError`) an address of a server that is none, or that the two ends would read otherwise."""
+    """Refuse (`ValueError`) a malformed server address, or one that the two ends would parse differently."""
     if not args.has_engine or args.vllm_mode != "server":
         return
 
@@ -320,7 +322,7 @@ def _check_server_address(args: Any) -> None:
     host = args.vllm_server_host
     port = args.vllm_server_port
     url = f"http://{host}:{port}"
-    # A host with a port, a protocol or a path of its own would be read otherwise.
+    # A host with a port, a protocol or a path of its own would be parsed differently.
     if not _is_address(url) or urlsplit(url).hostname != host.strip("[]").lower() or urlsplit(url).port != port:
         raise ValueError(
             "vllm_server_host must be a name or an address, in brackets if it has colons, and vllm_server_port "

@@ -19,7 +19,7 @@ from ..quant.scheme import DEFAULT_IGNORE, resolve_scheme, single_group
 from .setting_checks import (
     check_choices,
     check_compiled,
-    check_engine,
+    check_engine_settings,
     check_first_evaluation,
     check_fit,
     check_numbers,
@@ -301,8 +301,9 @@ class LowBitConfig:
             )
         if self.metric_for_best_model:  # transformers sets it for load_best_model_at_end
             raise ValueError(
-                "metric_for_best_model and load_best_model_at_end must be off: the last ones are kept. In place of "
-                "EarlyStoppingCallback, which needs the first, a callback may set control.should_training_stop."
+                "metric_for_best_model and load_best_model_at_end must be unset: the last checkpoints are kept, not "
+                "the best. EarlyStoppingCallback needs that metric; a callback may set control.should_training_stop "
+                "instead."
             )
         if self.push_to_hub and self.hub_strategy in ("checkpoint", "all_checkpoints"):
             raise ValueError("hub_strategy must be 'end': training checkpoints are not pushed.")
@@ -314,7 +315,7 @@ class LowBitConfig:
             check_compiled(self)
         if self.frozen and not (self.quantized and self.quantize_learner):
             raise ValueError("lora_base='frozen' needs quantization and quantize_learner: it has no other weights.")
-        check_engine(self)
+        check_engine_settings(self)
         self.verify_sync = checked_verify(self.verify_sync)
 
     def _take_precision_of_launcher(self) -> None:

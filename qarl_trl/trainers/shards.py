@@ -59,7 +59,7 @@ class ShardsMixin:
         if self.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
             mesh = self.accelerator.parallelism_config  # HSDP: the processes of a node share one copy of the weights
             ranks = mesh.dp_shard_size if mesh else self.args.world_size
-            store.gather_quantized(ranks, device)
+            store.prepare_gathers(ranks, device)
 
     def _check_sharded(self) -> None:
         """Refuse (`ValueError`) to evaluate a model that FSDP2 is still to shard."""

@@ -14,14 +14,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from .._compat.sharding import fsdp_settings, is_zero3
-from ..quant.layers.layer import quantized_modules
+from ..quant.layers.layer import multiplying
 from ..quant.names import adapter_configs, base_model
 
 
@@ -160,24 +158,10 @@ class BaseOfAdapter(nn.Module):
         (student,) = self._of
         was_training = student.training
         # Both are needed: without an adapter the layers would still multiply by the quantized base.
-        with _in_high_precision(student), student.disable_adapter():
+        with multiplying(student, low_bits=False), student.disable_adapter():
             # A teacher has no dropout.
             student.eval()
             try:
                 return student.get_base_model().base_model(**inputs)
             finally:
                 student.train(was_training)
-
-
-@contextmanager
-def _in_high_precision(model: nn.Module) -> Iterator[None]:
-    """Let the low-bit layers of a model multiply by their master weights."""
-    layers = [layer for _, layer in quantized_modules(model)]
-    before = [layer.quantized_forward for layer in layers]
-    for layer in layers:
-        layer.quantized_forward = False
-    try:
-        yield
-    finally:
-        for layer, quantized in zip(layers, before, strict=True):
-            layer.quantized_forward = quantized

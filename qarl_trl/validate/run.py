@@ -9,7 +9,7 @@ from ..export.push import repository_of
 from ..guards import on_first
 from ..quant.layers.experts import num_experts
 from ..quant.names import adapter_configs, architecture_of
-from ..quant.source import QuantizedSource
+from ..quant.source import CheckpointSource
 from .adapters import check_base_name, check_tied
 from .arguments import check_arguments
 from .data import check_data
@@ -28,7 +28,7 @@ from .types import RunSettings, TrainerArguments
 
 def check_run(
     model: str | nn.Module, args: RunSettings, trainer_arguments: TrainerArguments
-) -> QuantizedSource | None:
+) -> CheckpointSource | None:
     """
     Check the arguments of a trainer before TRL loads anything.
 

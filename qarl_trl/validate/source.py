@@ -6,7 +6,7 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedModel
 
 from ..quant.scheme import resolve_config
-from ..quant.source import QuantizedSource, quantized_source
+from ..quant.source import CheckpointSource, quantized_source
 from .layers import check_plan
 from .model import loading_arguments
 from .placement import check_sharded, shards_parameters
@@ -16,7 +16,7 @@ from .types import RunSettings
 logger = get_logger(__name__)
 
 
-def find_source(model: str | PreTrainedModel, args: RunSettings) -> QuantizedSource | None:
+def find_source(model: str | PreTrainedModel, args: RunSettings) -> CheckpointSource | None:
     """
     Find the quantized checkpoint that the run starts from, and check it as a whole.
 
@@ -87,7 +87,7 @@ def check_frozen(name: str, args: RunSettings) -> None:
         raise ValueError(f"{name} is quantized: lora_base='frozen' keeps its tensors with quant_scheme: checkpoint.")
 
 
-def _quantized_source(model: str | PreTrainedModel, name: str, args: RunSettings) -> QuantizedSource | None:
+def _quantized_source(model: str | PreTrainedModel, name: str, args: RunSettings) -> CheckpointSource | None:
     """The checkpoint of a name, if it is quantized and the run needs it."""
     if not name:
         return None

@@ -8,14 +8,14 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..quant.names import base_model
-from ..quant.source import QuantizedSource
+from ..quant.source import CheckpointSource
 from .types import RunSettings, TrainerArguments
 
 
 def check_teacher(
     model: str | nn.Module,
     config: PretrainedConfig,
-    source: QuantizedSource | None,
+    source: CheckpointSource | None,
     args: RunSettings,
     trainer_arguments: TrainerArguments,
 ) -> None:

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, KTOConfig
 
 from qarl_trl import LowBitConfig, LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig, QaRLConfig
-from qarl_trl.checkpoints.changes import RULES, SETTINGS, Rule, compared_settings
-from qarl_trl.checkpoints.identity import PACKERS, identity_of
-from qarl_trl.checkpoints.identity import SETTINGS as OF_RUN
+from qarl_trl.checkpoints.changes import RULES, SETTINGS_BY_RULE, Rule, compared_settings
+from qarl_trl.checkpoints.identity import PACKERS, SETTINGS, identity_of
 from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, resume_path
 from qarl_trl.learner.attention import use_packed_attention
 from qarl_trl.quant import apply_quantization
@@ -79,7 +78,7 @@ def identity(args):
 
 def test_each_setting_of_a_run_is_in_the_table_once():
     """A new version of TRL has new settings: somebody must say what a resumed run does with them."""
-    listed = list(itertools.chain.from_iterable(SETTINGS.values()))
+    listed = list(itertools.chain.from_iterable(SETTINGS_BY_RULE.values()))
 
     # Lists, not sets: a setting under two rules would be a contradiction.
     assert sorted(listed) == sorted({name for _, name in FIELDS})
@@ -154,9 +153,9 @@ def test_a_setting_that_the_table_does_not_have_is_refused(tmp_path):
 
     # TRL's DPO has it. It is put into both sides by hand, because no run of this config would write it.
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest[OF_RUN]["use_weighting"] = False
+    manifest[SETTINGS]["use_weighting"] = False
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    facts[OF_RUN]["use_weighting"] = True
+    facts[SETTINGS]["use_weighting"] = True
 
     with pytest.raises(ValueError, match="use_weighting was False there, and is True"):
         resume_path(str(folder), args, facts)

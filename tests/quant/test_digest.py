@@ -7,7 +7,7 @@ from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.digest import with_low_bits
 from qarl_trl.quant.layers.layer import quantized_modules
 from qarl_trl.quant.scheme import resolve_scheme, single_group
-from qarl_trl.quant.start import load_master_weights
+from qarl_trl.quant.start import load_frozen_base
 
 
 def test_schemes_have_digests_of_their_own_and_high_precision_keeps_the_given_one():
@@ -30,7 +30,7 @@ def test_schemes_have_digests_of_their_own_and_high_precision_keeps_the_given_on
 def test_frozen_bases_of_one_scheme_have_the_digests_of_their_bytes(tmp_path):
     make_model(dtype=torch.bfloat16).save_pretrained(tmp_path)
     plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
-    base = load_master_weights(str(tmp_path), freeze=plan)
+    base = load_frozen_base(str(tmp_path), plan)
     first = with_low_bits("digest", base)
     assert with_low_bits("digest", base) == first  # control
 

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from qarl_trl.quant.names import has_untied_head, is_peft_model, untie
+from qarl_trl.quant.names import config_wrongly_ties_head, is_peft_model, untie
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -20,13 +20,13 @@ def test_a_model_of_several_parts_has_the_head_that_its_whole_config_says(is_tie
         model = Qwen2_5_VLForConditionalGeneration(config)
 
     assert not hasattr(model.config.get_text_config(), "tie_word_embeddings")
-    assert not has_untied_head(model)
+    assert not config_wrongly_ties_head(model)
 
     # Control: a matrix of its own is seen, if the config says that there is none.
     model.lm_head.weight = nn.Parameter(torch.empty(64, 64, device="meta"))
-    assert has_untied_head(model) == is_tied
+    assert config_wrongly_ties_head(model) == is_tied
     untie(model.config)
-    assert not has_untied_head(model)
+    assert not config_wrongly_ties_head(model)
 
 
 def test_a_model_with_adapters_is_known_as_accelerate_knows_it():

@@ -20,7 +20,7 @@ from qarl_trl.quant.layers.experts import QuantExperts
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
 from qarl_trl.quant.source import quantized_source
-from qarl_trl.quant.start import load_master_weights
+from qarl_trl.quant.start import load_frozen_base, load_master_weights
 from qarl_trl.validate.source import find_source
 from quant.schemes import same_tensors
 from quant.toy_layers import names_of
@@ -258,7 +258,7 @@ def test_a_frozen_model_gives_the_file_back_byte_for_byte(checkpoints, method, t
     """What GPTQ, AWQ and rounding to nearest made, read, streamed to an engine and saved again."""
     path = checkpoints(method)
     source = quantized_source(str(path))
-    model = load_master_weights(str(path), freeze=resolve_config(source.plan()))
+    model = load_frozen_base(str(path), resolve_config(source.plan()))
 
     save_low_bit(model, None, tmp_path / "again")
 
@@ -275,7 +275,7 @@ def test_a_frozen_model_gives_the_file_back_byte_for_byte(checkpoints, method, t
 def test_a_frozen_model_of_an_unquantized_checkpoint_is_its_export(unquantized, checkpoints):
     plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
 
-    model = load_master_weights(str(unquantized), freeze=plan)
+    model = load_frozen_base(str(unquantized), plan)
 
     assert same_tensors(dict(iter_low_bit_weights(model)), load_file(checkpoints("ours") / WEIGHTS))
 

@@ -175,16 +175,16 @@ def test_an_untrained_weight_that_is_written_through_its_data_is_made_again():
     model.requires_grad_(False)
     layer = model[0]
     store = told_store(model)
-    store.look_at_untrained()
+    store.refresh_untrained()
     first = layer.low_bit()
 
-    store.look_at_untrained()
+    store.refresh_untrained()
     assert layer.low_bit() is first  # control: nothing changed
 
     layer.weight.data.mul_(3)
     store.weights_changed()
     assert layer.low_bit() is first  # control: the write leaves no trace
-    store.look_at_untrained()
+    store.refresh_untrained()
     assert is_low_bit_form_of(layer.low_bit(), layer.weight)
 
 
@@ -198,10 +198,10 @@ def test_a_head_of_attention_that_is_switched_off_through_its_data_is_seen(rows)
     store = told_store(model)
 
     for columns in (slice(0, 64), slice(64, 128)):
-        store.look_at_untrained()
+        store.refresh_untrained()
         layer.low_bit()
         layer.weight.data[:, columns] = 0
-        store.look_at_untrained()
+        store.refresh_untrained()
         assert is_low_bit_form_of(layer.low_bit(), layer.weight)
 
 
@@ -235,10 +235,10 @@ def test_untrained_weights_are_compared_all_at_once():
     apply_quantization(model, "W4A16")
     model[7].weight.requires_grad_(True)
     store = told_store(model)
-    store.look_at_untrained()
+    store.refresh_untrained()
 
     with Kernels() as kernels:
-        store.look_at_untrained()
+        store.refresh_untrained()
     assert kernels.names == ["cat", "equal"]
 
 
@@ -246,12 +246,12 @@ def test_a_reference_model_follows_an_adapter_that_is_merged_into_its_base():
     """As ReLoRA does. The reference is made from the base alone, which nobody trains."""
     model, layer = lora_model()
     store = told_store(model)
-    store.look_at_untrained()
+    store.refresh_untrained()
     with model.disable_adapter():
         layer.low_bit()
 
     layer.base_layer.weight.data += layer.lora_B["default"].weight.data @ layer.lora_A["default"].weight.data
-    store.look_at_untrained()
+    store.refresh_untrained()
 
     with model.disable_adapter():
         assert is_low_bit_form_of(layer.low_bit(), layer.base_layer.weight)

@@ -324,12 +324,14 @@ def test_a_server_that_was_started_again_is_checked_after_its_first_sync(is_ther
     engine = generation()
     engine.mode = "server"
     engine.accelerator = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, device="cpu")
-    engine.vllm_client = SimpleNamespace(holds_last_sync=lambda: is_there)
+    checks = []
+    engine.vllm_client = SimpleNamespace(holds_last_sync=lambda: is_there, check_again=lambda: checks.append("again"))
     engine.sync_check = SimpleNamespace(asked=False)
 
     engine._compare_if_restarted()
 
     assert engine.sync_check.asked is not is_there
+    assert checks == ([] if is_there else ["again"])
 
 
 # Failures -------------------------------------------------------------------------------------------------------

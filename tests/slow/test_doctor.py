@@ -23,7 +23,7 @@ def _measure(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]
     from qarl_trl import QaRLConfig
     from qarl_trl.tools.doctor import measure
     from qarl_trl.tools.doctor.judge import judge_mismatch
-    from qarl_trl.trainers.policy import quantize_policy
+    from qarl_trl.trainers.policy import prepare_policy
 
     args = QaRLConfig(**settings(Path(folder), **changes))
     prompt_ids = AutoTokenizer.from_pretrained(model)(prompts(16)["prompt"][:])["input_ids"]
@@ -45,7 +45,7 @@ def _measure(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]
     other_learner = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     other = QaRLConfig(**settings(Path(folder), quant_group_size=32))
     # In groups of 32 instead of 128: a scheme of the same name that rounds otherwise.
-    quantize_policy(other_learner, other, other.quant_plan())
+    prepare_policy(other_learner, other, other.quant_plan())
     other_logp_diff = logp_diff(other_learner, scored[-1], args.temperature, bf16=args.bf16)
     other_mismatch = replace(mismatch, learner=other_logp_diff)
 

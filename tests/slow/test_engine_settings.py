@@ -351,7 +351,7 @@ def _train_with_two_matrices(model: str, folder: str, as_is: bool) -> list[float
     save_file(weights, Path(model) / "model.safetensors", metadata={"format": "pt"})
 
     if as_is:
-        policy.has_untied_head = lambda model: False
+        policy.config_wrongly_ties_head = lambda model: False
     trainer = make_trainer(model, Path(folder))
     trainer.train()
     return logged(trainer, "mismatch/logp_diff_mean")

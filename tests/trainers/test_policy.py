@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from qarl_trl.quant.rest import rounded
-from qarl_trl.trainers.policy import quantize_policy
+from qarl_trl.trainers.policy import prepare_policy
 from trainers.test_settings import VLLM, LowBitGRPOConfig
 
 
@@ -18,9 +18,9 @@ def test_a_run_without_an_fp8_cache_forgets_that_of_an_earlier_run(tiny_model, t
     # Its own operations would be other roundings still.
     settings = VLLM | {"output_dir": str(tmp_path), "use_cpu": True, "learner_ops": "stock", "quant_scheme": "none"}
 
-    quantize_policy(model, LowBitGRPOConfig(kv_cache_dtype="fp8", **settings), None)
+    prepare_policy(model, LowBitGRPOConfig(kv_cache_dtype="fp8", **settings), None)
     with_cache = model(TOKENS).logits
-    quantize_policy(model, LowBitGRPOConfig(**settings), None)
+    prepare_policy(model, LowBitGRPOConfig(**settings), None)
 
     assert torch.equal(model(TOKENS).logits, stock)
     assert not torch.equal(with_cache, stock)  # control
@@ -48,7 +48,7 @@ def test_a_low_bit_learner_has_the_norms_and_embeddings_of_the_file(tiny_model, 
     states = torch.randn(1, 1, model.config.hidden_size)
     ones = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + model.model.norm.variance_epsilon)
 
-    quantize_policy(model, args, args.quant_plan())
+    prepare_policy(model, args, args.quant_plan())
 
     assert torch.equal(model.model.norm(states), (rounded(master) if follows else master) * ones)
     assert (

@@ -20,7 +20,7 @@ from transformers import (
 from qarl_trl.export import save_low_bit
 from qarl_trl.quant import apply_quantization
 from qarl_trl.quant.scheme import DEFAULT_IGNORE, ROUTERS
-from qarl_trl.trainers.policy import quantize_policy
+from qarl_trl.trainers.policy import prepare_policy
 from qarl_trl.validate import check_arguments, check_run, config_of
 from qarl_trl.validate.layers import check_head, check_layers
 
@@ -62,10 +62,10 @@ def test_an_output_layer_in_low_bits_is_refused_without_weights(tmp_path, tiny_m
 def test_a_loaded_model_with_an_output_layer_in_low_bits_is_refused(tmp_path, tiny_model):
     args = config(tmp_path, quant_ignore=[])
     with pytest.raises(ValueError, match="Add lm_head to quant_ignore"):
-        quantize_policy(tiny_model(num_hidden_layers=1), args, args.quant_plan())
+        prepare_policy(tiny_model(num_hidden_layers=1), args, args.quant_plan())
 
     args = config(tmp_path)
-    quantize_policy(tiny_model(num_hidden_layers=1), args, args.quant_plan())  # control
+    prepare_policy(tiny_model(num_hidden_layers=1), args, args.quant_plan())  # control
 
 
 def test_experts_are_no_frozen_base(tmp_path, tiny_model):

@@ -160,7 +160,10 @@ class ActivationGemm(Gemm):
 
 
 class Fp8Gemm(ActivationGemm):
-    """FP8 weights and per-token FP8 activations, accumulated in float32 (`(x_q W_q^T) s_x s_w + b`)."""
+    """
+    FP8 weights and per-token FP8 activations, `(x_q W_q^T) s_x s_w + b`: summed as vLLM's kernels do on CUDA, in
+    float32 elsewhere.
+    """
 
     quantize = staticmethod(activations.quantize_tokens_fp8)
 

@@ -77,8 +77,8 @@ class QuantExperts(LowBitLayer, nn.Module):
     """
     A transformers module of experts after [`qarl_trl.quant.apply_quantization`]; never constructed directly.
 
-    It keeps its parameters, names and `state_dict`. The low-bit weight of a parameter is `(experts * out, in)`. A
-    multiplication dequantizes all experts of a parameter, and keeps nothing.
+    It keeps its parameters, names and `state_dict`. The low-bit weight of a parameter is `(experts * out, in)`.
+    What a multiplication dequantizes and keeps is the gemm's choice ([`ExpertsGemm`]).
     """
 
     gate_up_proj: Tensor

@@ -2,7 +2,7 @@
 frozen`).
 
 Invariant: a base weight exists as low-bit tensors, with the same bytes in learner, engine and checkpoint. Its
-high-precision matrix exists only during one matrix multiplication of its layer.
+dequantized matrix exists only during a multiplication of its layer, unless `quant_keep_matrices` keeps it.
 """
 
 from __future__ import annotations

@@ -229,3 +229,24 @@ def check_late_adapters(model: nn.Module) -> None:
                 f"{name!r} got an adapter after the model was quantized, which no weight sync and no checkpoint would "
                 "have. Give the trainer peft_config, or a PeftModel with this adapter."
             )
+
+
+@contextmanager
+def multiplying(model: nn.Module, low_bits: bool) -> Iterator[None]:
+    """
+    Let the low-bit layers of a model multiply by low-bit weights in the block, or by master weights; afterwards as
+    before.
+
+    Args:
+        model: A model. A frozen layer has no master weights.
+        low_bits: Which of the two, whatever `quantize_learner` says.
+    """
+    layers = [layer for _, layer in quantized_modules(model)]
+    before = [layer.quantized_forward for layer in layers]
+    for layer in layers:
+        layer.quantized_forward = low_bits
+    try:
+        yield
+    finally:
+        for layer, quantized in zip(layers, before, strict=True):
+            layer.quantized_forward = quantized

@@ -94,7 +94,7 @@ class MasterShard(Tensor):
         if not can_gather_quantized(outer_size, mesh.size(), module.scheme):
             raise RuntimeError(
                 f"Quantized values of a weight {tuple(outer_size)} cannot be gathered from {mesh.size()} processes. "
-                "Shard the model with as many as `gather_quantized` was told."
+                "Shard the model with as many as `prepare_gathers` was told."
             )
 
         rows = module.store.rows_of(module, self.parameter)

@@ -26,6 +26,7 @@ from urllib3.connection import HTTPConnection
 
 from ..sync_check.engine_logps import REQUEST
 from ..vllm.adapters import ADAPTER_NAME, is_factor, save_adapter
+from .facts import RANDOM
 from .files import remove_leftovers, save_parts
 from .key import find_key
 
@@ -180,7 +181,7 @@ class ServerClient(VLLMClient):
             needed: The facts that it must share, from [`engine_facts`].
 
         Returns:
-            Whether its weights are random; otherwise they are those of an earlier run.
+            Whether its weights are random; otherwise they are those of an earlier sync, which may have failed.
 
         Raises:
             ValueError: if a fact differs, or if `qarl-trl serve` did not start the server.
@@ -203,21 +204,16 @@ class ServerClient(VLLMClient):
                 "Start it with `qarl-trl serve` and the recipe of this run, without data parallelism; "
                 "it reads the model's files, not model_init_kwargs."
             )
-        return all(state["version"] is None for state in states)
+        return all(state["version"] == RANDOM for state in states)
 
     def holds_last_sync(self) -> bool:
-        """
-        Whether the server still has the last sync of this run. If not, somebody may have started another one at the
-        address: then it is compared with the run again.
-
-        Raises:
-            ValueError: as [`check`].
-        """
+        """Whether the server still has the last sync of this run. If not, it may have been started again."""
         versions = {state["version"] for state in self.ask_workers("qarl_state")}
-        if self.version is not None and versions == {self.version}:
-            return True
+        return self.version is not None and versions == {self.version}
+
+    def check_again(self) -> None:
+        """Refuse (`ValueError`) a server that is not the engine of this run any more, as [`check`] did at first."""
         self.check(self._needed)
-        return False
 
     def sync(self, stream: Iterable[tuple[str, Tensor]]) -> None:
         """
@@ -322,7 +318,7 @@ class ServerClient(VLLMClient):
         return [None] * len(images)
 
     def raise_failure(self) -> None:
-        """Raise the error of the last `generate`, if there was one."""
+        """Raise the first error of `generate` since the last call, if there was one."""
         failure = self._failure
         self._failure = None
         self._has_images = False

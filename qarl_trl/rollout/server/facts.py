@@ -17,7 +17,9 @@ from transformers.utils import flatten_dict
 from ..._compat.versions import installed_version
 
 
-# Fields of a config that determine a text model; a learner and an engine with different files differ in one of these.
+# The version of weights that no sync has replaced yet (`worker.py`).
+RANDOM = "random"
+# Fields of a config that tell most text models apart. The sync check sees the rest.
 _OF_THE_MODEL = (
     "model_type",
     "vocab_size",

@@ -5,7 +5,7 @@ vLLM makes its worker class a subclass of the class that `--worker-extension-cls
 makes its model.
 
 Each set of weights has a version, which is an attribute of the engine's model: a model that vLLM has just made with
-random weights has none, and it is `None` during a sync and after one that failed.
+random weights has none (`RANDOM`), and it is `None` during a sync and after one that failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...cpu_exact.arithmetic import choose_arithmetic
 from ..vllm import adapters, reloading
 from ..vllm.attention_scales import keep_cache_scales
 from ..vllm.platform import is_cpu_engine
-from .facts import engine_facts
+from .facts import RANDOM, engine_facts
 from .files import folder_of, read_parts
 
 
@@ -73,7 +73,7 @@ class WorkerExtension:
 
         # vLLM's next reload would continue with the tensors that a failed one has buffered.
         model = self.model_runner.get_model()
-        held = getattr(model, "qarl_version", "random")
+        held = getattr(model, "qarl_version", RANDOM)
         if held is None:
             raise RuntimeError("an earlier sync to this server failed, so it may hold mixed weights: start it again")
         if not files and _run_of(held) != _run_of(version):
@@ -100,7 +100,7 @@ class WorkerExtension:
             quantization.pop("total_num_heads", None)
             quantization.pop("total_num_kv_heads", None)
 
-        version = getattr(self.model_runner.get_model(), "qarl_version", None)
+        version = getattr(self.model_runner.get_model(), "qarl_version", RANDOM)
         cache_dtype = self.vllm_config.cache_config.cache_dtype
         adapter = self.vllm_config.additional_config.get("adapter")
         return {"version": version, "facts": engine_facts(config, quantization, cache_dtype, adapter)}

@@ -34,7 +34,7 @@ EngineLogps = Callable[[Sequence[int]], Tensor]
 
 logger = get_logger(__name__)
 
-# A mismatch of rollouts so many times that of the last check is checked again.
+# A mismatch of rollouts so many times the first one, or the last one that rose, asks for a check.
 RISEN = 3.0
 
 
@@ -67,7 +67,8 @@ class SyncCheck:
         gather: Collects the rows `(1, 4)` of all processes, so that they stop together.
         report: Logs a metric by name and value.
         usual: Mismatch that always passes, in noise floors, from [`usual_mismatch`].
-        watched: Mismatch of rollouts when the check last ran, in nats per token; `None` before the first rollout.
+        watched: Mismatch that later rollouts are compared with, in nats per token: the first, or the last that rose;
+            `None` before the first rollout.
         scores_as_trained: Whether `score` computes as the learner that trains. A bfloat16 learner beside a low-bit
             engine is expected to be far from it.
         limit: The largest mismatch that the last check let pass, in nats per token; infinite before the first.
@@ -114,7 +115,7 @@ class SyncCheck:
 
     def watch(self, mismatch: float) -> None:
         """
-        Ask for a check after the next sync if the mismatch of rollouts has grown `RISEN`-fold since the last one.
+        Ask for a check after the next sync if the mismatch of rollouts has grown `RISEN`-fold over `watched`.
 
         A fault may show only when weights have moved: at the first sync an engine that has one copy of a weight is
         equal to a learner that has two.

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from ...quant.layers.layer import LowBitLayer
+from ...quant.layers.layer import multiplying
 from .rounding_noise import rounding_noise
 
 
@@ -44,29 +42,13 @@ def learner_logps(model: nn.Module, token_ids: Sequence[int]) -> LearnerLogps:
     was_training = model.training
     try:
         model.eval()
-        with low_bit_forward(model):
+        with multiplying(model, low_bits=True):
             plain = _forward(model, ids)
             with rounding_noise(model):
                 noisy = _forward(model, ids)
     finally:
         model.train(was_training)
     return LearnerLogps(plain=plain, noisy=noisy)
-
-
-@contextmanager
-def low_bit_forward(model: nn.Module, on: bool = True) -> Iterator[None]:
-    """
-    Run quantized layers in low bits or in high precision, whatever `quantize_learner` says.
-
-    Args:
-        model: The learner's model.
-        on: Run them in low bits.
-    """
-    layers = [module for module in model.modules() if isinstance(module, LowBitLayer)]
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.enter_context(patch.object(layer, "quantized_forward", on))
-        yield
 
 
 def _forward(model: nn.Module, ids: Tensor) -> Tensor:

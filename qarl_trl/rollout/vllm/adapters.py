@@ -126,7 +126,7 @@ def inside_wrappers(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterat
         model: The engine's model.
         weights: Names and tensors of the base.
     """
-    # Newer versions (0.31) look inside the wrapper themselves.
+    # From 0.27 on vLLM looks inside the wrapper itself; of those, 0.31 was run.
     if Version(str(installed_version("vllm"))) >= Version("0.27"):
         yield from weights
         return

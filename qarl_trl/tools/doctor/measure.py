@@ -19,7 +19,7 @@ from ...processes import in_fresh_process
 from ...quant import apply_quantization, remove_quantization
 from ...quant.layers.experts import num_experts
 from ...quant.scheme import support_of
-from ...quant.start import load_master_weights
+from ...quant.start import load_frozen_base
 from ...rollout.engine_gemm import gemm_choice
 from ...rollout.engine_settings import changed_config
 from ...validate.model import config_of, loading_arguments
@@ -174,9 +174,9 @@ def quantize_learner(model: PreTrainedModel, args: QaRLConfig) -> PreTrainedMode
         model: From [`load_policy`]; modified in place.
         args: The settings of the run.
     """
-    from ...trainers.policy import quantize_policy
+    from ...trainers.policy import prepare_policy
 
-    quantize_policy(model, args, args.quant_plan())
+    prepare_policy(model, args, args.quant_plan())
     return model
 
 
@@ -192,7 +192,7 @@ def load_frozen_learner(folder: str, args: QaRLConfig) -> PreTrainedModel:
     """
     plan = args.quant_plan()
     gemm = gemm_choice(args.learner_kernel, args.quant_keep_matrices)
-    model = load_master_weights(folder, freeze=plan, gemm=gemm, **_loading_arguments(args))
+    model = load_frozen_base(folder, plan, gemm=gemm, **_loading_arguments(args))
     return quantize_learner(model.eval().to(args.device), args)
 
 

@@ -14,7 +14,7 @@ def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int | N
 
     Args:
         model: The quantized model, a `PeftModel`.
-        base: The `QuantizedSource` of the base.
+        base: The `CheckpointSource` of the base.
         adapter: The adapter's folder.
         first_token: The token that both models continue; `None` for the first of the vocabulary.
 
@@ -27,10 +27,10 @@ def distance_to_frozen(model: Any, base: Any, adapter: str, first_token: int | N
     from transformers import GenerationConfig
 
     from ...quant.layers.frozen import align_adapters
-    from ...quant.start import load_master_weights
+    from ...quant.start import load_frozen_base
     from ...rollout.sync_check.learner_logps import learner_logps
 
-    low_bit_base = load_master_weights(str(base.folder), freeze=base.plan())
+    low_bit_base = load_frozen_base(str(base.folder), base.plan())
     frozen: Any = PeftModel.from_pretrained(low_bit_base, adapter)
     # In training, adapters round as the engine's do.
     align_adapters(frozen)

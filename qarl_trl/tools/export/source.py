@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 # Modules of the method are imported in the functions: `--help` is instant.
 if TYPE_CHECKING:
-    from ...quant.source import QuantizedSource
+    from ...quant.source import CheckpointSource
 
 DEFAULT_TARGETS = ["Linear"]
 
@@ -33,7 +33,7 @@ class ExportSource:
 
     base: str
     load: Callable[[], Any]
-    quantized_base: QuantizedSource | None = None
+    quantized_base: CheckpointSource | None = None
     frozen: bool = False
 
 
@@ -300,7 +300,7 @@ def _with_adapter(model: Any, adapter: str) -> Any:
 
 
 def _adapter_of_quantized_base(
-    args: argparse.Namespace, adapter: str, quantized_base: QuantizedSource, hub: dict[str, Any]
+    args: argparse.Namespace, adapter: str, quantized_base: CheckpointSource, hub: dict[str, Any]
 ) -> ExportSource:
     """
     A LoRA adapter in the folder `adapter` whose base is a compressed-tensors checkpoint; `hub` are arguments of

@@ -26,7 +26,7 @@ from qarl_trl.quant.layers.frozen import AdapterMatmul, adapter_tensors, align_a
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.scheme import resolve_config, resolve_scheme, single_group
 from qarl_trl.quant.source import quantized_source
-from qarl_trl.quant.start import load_master_weights
+from qarl_trl.quant.start import load_frozen_base
 from quant.schemes import copies, names_in, relative_error, same_bytes, same_tensors
 from quant.toy_layers import make_gradient, names_with_gradient, trained_parameters
 
@@ -60,7 +60,7 @@ def frozen_model(folder, scheme=None, **changes):
         plan = single_group(resolve_scheme(scheme), ["Linear"], ["lm_head"])
     else:
         plan = source.plan()
-    return with_adapters(load_master_weights(str(folder), freeze=resolve_config(plan)), **changes)
+    return with_adapters(load_frozen_base(str(folder), resolve_config(plan)), **changes)
 
 
 def with_adapters(model, **changes):
@@ -414,7 +414,7 @@ def test_a_frozen_model_has_the_loss_of_its_architecture(tmp_path):
     make_model(num_hidden_layers=1).save_pretrained(tmp_path)
     plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
 
-    frozen = load_master_weights(str(tmp_path), freeze=plan)
+    frozen = load_frozen_base(str(tmp_path), plan)
 
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert plain.loss_type == frozen.loss_type == "ForCausalLM"

@@ -42,7 +42,7 @@ def sharded_model(kind: str, scheme: str, gather_quantized: bool, **changes: Any
     start = model.state_dict()
     buffers = dict(model.named_buffers())
     if gather_quantized:
-        low_bit_store(model).gather_quantized(2, torch.device("cpu"))
+        low_bit_store(model).prepare_gathers(2, torch.device("cpu"))
 
     model = model.to("meta")
     mesh = init_device_mesh("cpu", (2,))
@@ -357,7 +357,7 @@ def make_dense(**changes):
 
 def number_of_master_shards(model, ranks=2):
     """How many weights of `model` have their quantized values gathered, if so many processes share it."""
-    low_bit_store(model).gather_quantized(ranks, torch.device("cpu"))
+    low_bit_store(model).prepare_gathers(ranks, torch.device("cpu"))
     return sum(type(param) is MasterShard for param in model.parameters())
 
 

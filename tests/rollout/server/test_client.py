@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from qarl_trl.rollout.server import files
 from qarl_trl.rollout.server.client import ServerClient
-from qarl_trl.rollout.server.facts import engine_facts
+from qarl_trl.rollout.server.facts import RANDOM, engine_facts
 from qarl_trl.rollout.server.files import read_parts
 from qarl_trl.rollout.server.key import find_key, make_key
 from qarl_trl.rollout.vllm.adapters import ADAPTER_NAME
@@ -120,7 +120,7 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, chang
     config = tiny_model().config
     needed = engine_facts(config, QUANTIZATION)
     answers = {
-        "/qarl_state": [{"version": None, "facts": changed_facts(config, changes)}],
+        "/qarl_state": [{"version": RANDOM, "facts": changed_facts(config, changes)}],
         "/get_world_size": {"world_size": changes.get("ranks", 1)},
     }
 
@@ -132,7 +132,7 @@ def test_a_server_that_is_not_the_engine_of_the_run_is_refused(tiny_model, chang
 
 def test_a_server_that_was_started_again_between_two_syncs_is_compared_again(tiny_model, tmp_path):
     config = tiny_model().config
-    server = {"version": None, "facts": changed_facts(config, {})}
+    server = {"version": RANDOM, "facts": changed_facts(config, {})}
 
     def load(body):
         server["version"] = body[0]
@@ -150,14 +150,15 @@ def test_a_server_that_was_started_again_between_two_syncs_is_compared_again(tin
         assert client.holds_last_sync()
 
         # By the same recipe, and by another one.
-        server["version"] = None
+        server["version"] = RANDOM
         assert not client.holds_last_sync()
+        client.check_again()
         server["facts"] = changed_facts(config, {"cache": "fp8"})
         with pytest.raises(ValueError, match="kv_cache_dtype must be 'auto', got 'fp8'"):
-            client.holds_last_sync()
+            client.check_again()
 
 
-@pytest.mark.parametrize(("version", "random"), [(None, True), ("of an earlier run", False)])
+@pytest.mark.parametrize(("version", "random"), [(RANDOM, True), ("of an earlier run", False), (None, False)])
 def test_a_server_with_other_settings_of_no_matter_is_taken(tiny_model, version, random):
     """And it says whether its weights are random."""
     config = tiny_model().config

@@ -19,7 +19,7 @@ from qarl_trl.rollout.sync_check.learner_logps import learner_logps
 from qarl_trl.rollout.sync_check.prompt import sync_check_tokens
 from qarl_trl.rollout.sync_check.verdict import (
     GROWTH,
-    TENFOLD,
+    MOST_FIRST,
     USUAL,
     USUAL_OF_WEIGHT_ONLY_EXPERTS,
     Reading,
@@ -153,7 +153,7 @@ def test_an_expert_that_no_token_of_the_prompt_chooses_is_not_seen(mixture):
 
 
 def test_the_wider_limit_of_experts_does_not_hide_a_fault_of_a_first_sync(mixture):
-    """Random weights are so far away that the limit is LEFT of that, or TENFOLD."""
+    """Random weights are so far away that the limit is LEFT of that, or MOST_FIRST."""
     answers = mixture.logps(partial(swap_experts, layer=0)).plain
 
     usual = read_first(answers, mixture.learner, mixture.random, USUAL)
@@ -172,7 +172,7 @@ def test_the_wider_limit_of_experts_does_not_hide_a_fault_of_a_first_sync(mixtur
 @pytest.mark.parametrize(("floors", "usual", "wider"), [(1.0, 3, 6), (1.3, 3.9, 6), (4.0, 12, 12)])
 def test_the_wider_limit_of_experts_lets_later_mismatches_grow_up_to_it(mixture, floors, usual, wider):
     """After a first mismatch below 2 floors; after that of W4A16 experts on the H200, 4.0, both are the same."""
-    first = Reading(logp_diff=floors, noise_floor=1.0, limit=TENFOLD)
+    first = Reading(logp_diff=floors, noise_floor=1.0, limit=MOST_FIRST)
     learner = mixture.learner
 
     assert GROWTH * first_anchor(learner.plain, learner, first, USUAL).ratio == pytest.approx(usual)

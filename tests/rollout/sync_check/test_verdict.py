@@ -9,7 +9,7 @@ from qarl_trl.rollout.sync_check.learner_logps import LearnerLogps
 from qarl_trl.rollout.sync_check.verdict import (
     GROWTH,
     LEFT,
-    TENFOLD,
+    MOST_FIRST,
     USUAL,
     USUAL_OF_WEIGHT_ONLY_EXPERTS,
     Anchor,
@@ -27,7 +27,7 @@ def case():
 # The first sync -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("before", "limit"), [(100, TENFOLD), (40, LEFT * 40), (8, USUAL)])
+@pytest.mark.parametrize(("before", "limit"), [(100, MOST_FIRST), (40, LEFT * 40), (8, USUAL)])
 def test_a_sync_must_leave_a_mismatch_that_rounding_explains(case, before, limit):
     """All in noise floors: the lower the mismatch before, the less of them may be left."""
     answers = case.plain + noise(before)
@@ -119,7 +119,7 @@ def test_a_learner_that_answers_as_random_weights_do_gives_no_verdict(case):
 
 def test_an_engine_with_weights_of_an_earlier_run_is_judged_by_the_noise_floor(case):
     healthy = case.plain + noise()
-    faulty = case.plain + noise(2 * TENFOLD)
+    faulty = case.plain + noise(2 * MOST_FIRST)
 
     assert not read_first(healthy, case.learner, None).wrong
     assert read_first(faulty, case.learner, None).wrong
