@@ -92,7 +92,12 @@ SECTIONS: dict[str, list[Row]] = {
             REFUSED,
             "test_a_teacher_that_numbers_its_tokens_otherwise_is_refused_before_a_model_loads",
         ),
-        Row("AsyncGRPO", NOT_TRIED),
+        Row(
+            "AsyncGRPO",
+            REFUSED,
+            "test_a_trainer_that_streams_master_weights_to_its_server_is_refused",
+            "in low bits; it streams high-precision weights to its server",
+        ),
         Row(
             "ORPO and reward models",
             NOT_TRIED,
