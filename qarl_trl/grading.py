@@ -55,6 +55,9 @@ _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
 _MIXED_NUMBER = re.compile(r"(?<![\w./])(\d{1,30}) (\d{1,30})/(\d{1,30})(?!\.?\d|/)")
 # What the whole part of one is only the end of: 1,000 1/2 and x^2 1/2.
 _BEFORE_PART_OF_NUMBER = re.compile(r"(?:\d,|\}|\\[,; ]|\^)\Z")
+# Where a mixed number is divided by, or multiplied with what follows it: 3 : 2 1/2 and 2 1/2 \pi.
+_DIVISION_BEFORE = re.compile(r"(?:[/:÷]|\\div)\s*\Z")
+_FACTOR_AFTER = re.compile(r"\s*(?:\\(?:pi|sqrt|theta|alpha|beta|omega)(?![a-zA-Z])|[π√]|[a-zA-Z](?![a-zA-Z]))")
 # "It is 14/3.", of which math-verify reads 14 and a third that is rounded.
 _STOP_AFTER_FRACTION = re.compile(r"(?<=/)(\d+)\.(?!\d)")
 # Signs that math-verify does not read as LaTeX's commands.
@@ -188,9 +191,15 @@ def _readings(text: str) -> list[str]:
 def _as_one_fraction(mixed: re.Match[str]) -> str:
     """2 1/2 as 5/2, which math-verify reads within a formula and out of it."""
     whole, numerator, denominator = mixed.groups()
-    if _BEFORE_PART_OF_NUMBER.search(mixed.string[: mixed.start()]):
+    before = mixed.string[: mixed.start()]
+    if _BEFORE_PART_OF_NUMBER.search(before):
         return rf"{whole}\frac{{{numerator}}}{{{denominator}}}"
-    return f"{int(whole) * int(denominator) + int(numerator)}/{denominator}"
+
+    improper = int(whole) * int(denominator) + int(numerator)
+    # `/` would bind to what is beside it. By itself (5/2) is not read out of a formula.
+    if _DIVISION_BEFORE.search(before) or _FACTOR_AFTER.match(mixed.string, mixed.end()):
+        return f"({improper}/{denominator})"
+    return f"{improper}/{denominator}"
 
 
 def _without_font(match: re.Match[str]) -> str:
@@ -305,11 +314,12 @@ def _parse_reference(reference: str) -> list:
     if not is_marked:
         reference = rf"\boxed{{{reference}}}"
 
+    readings = _readings(reference)
     # As a product, too: math-verify does not take 870000000 for 8.7 times 10^8, which is no whole number for it.
-    as_product = _E_NOTATION.sub(r"\1 \\times 10^{\2}", reference)
+    as_product = _E_NOTATION.sub(r"\1 \\times 10^{\2}", readings[0])
     expressions: list = []
     has_tried_again = False
-    for text in dict.fromkeys([*_readings(reference), as_product]):
+    for text in dict.fromkeys([*readings, as_product]):
         parsed = _parse_in_time(text, _ALARM_S)
         # What cannot be read is left out for the whole run.
         if parsed is None and not has_tried_again:

@@ -75,6 +75,22 @@ def log(monkeypatch, caplog):
         (r"\boxed{1000.5}", "1,000 1/2", 1.0),
         (r"\boxed{10{,}000 1/2}", "10000.5", 1.0),
         (r"\boxed{1,000 1/2}", "0.5", 0.0),
+        # Not (2 + 1)/2, in a reference either.
+        (r"\boxed{3/2}", "2 1/2", 0.0),
+        (r"\boxed{1}", r"$1 1/2$", 0.0),
+        (r"\boxed{2 1/2}", r"$2 1/2$", 1.0),
+        # Nor does its bar belong to what is beside it.
+        (r"\boxed{3 : 2 1/2}", "6/5", 1.0),
+        (r"\boxed{6:5}", "3:2 1/2", 1.0),
+        (r"\boxed{3/10}", "3:2 1/2", 0.0),
+        (r"\boxed{4 \div 2 1/2}", "8/5", 1.0),
+        (r"\boxed{4 \div 2 1/2}", "2/5", 0.0),
+        (r"\boxed{\frac{5\pi}{2}}", r"2 1/2 \pi", 1.0),
+        (r"\boxed{\frac{5}{2\pi}}", r"2 1/2 \pi", 0.0),
+        (r"\boxed{2 1/2 x}", r"\frac{5}{2}x", 1.0),
+        (r"\boxed{2 1/2 m}", "5/2", 1.0),
+        ("The answer is 2 1/2 m.", "5/2", 1.0),
+        ("The answer is 2 1/2 hours.", "5/2", 1.0),
         # The stop of a sentence is no decimal point.
         ("The answer is 14/3.", "14/3", 1.0),
         ("The answer is **-3/5**.", "-3/5", 1.0),

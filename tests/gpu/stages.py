@@ -41,10 +41,10 @@ from qarl_trl.quant import (
     quantized_modules,
     resolve_scheme,
 )
+from qarl_trl.quant.layers.layer import multiplying
 from qarl_trl.quant.quantize import dequantize
 from qarl_trl.quant.supported import SUPPORTED, gpu_generation
 from qarl_trl.rollout.engine_gemm import GEMMS
-from qarl_trl.rollout.sync_check.learner_logps import low_bit_forward
 
 from .run import GIB, Run
 
@@ -239,7 +239,7 @@ def compare_learners(
         _use_gemm(trainer.model, name)
         learned[name] = learner_logprobs(trainer.model, samples)
     if not frozen:
-        with low_bit_forward(trainer.model, False):
+        with multiplying(trainer.model, low_bits=False):
             learned["bf16 learner"] = learner_logprobs(trainer.model, samples)
 
     sampled = torch.cat(logps_of_samples(samples))
@@ -284,7 +284,7 @@ def learner(run: Run, scheme: str) -> None:
             hidden.float().square().mean().backward()
 
         seconds = {}
-        with low_bit_forward(model, False):
+        with multiplying(model, low_bits=False):
             seconds["bf16"] = run.seconds(forward_and_backward)
         seconds[scheme] = run.seconds(forward_and_backward)
         for layer in layers:

@@ -22,9 +22,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from qarl_trl.quant import LowBitStore, apply_quantization, iter_low_bit_weights, low_bit_store, quantized_modules
+from qarl_trl.quant.layers.layer import multiplying
 from qarl_trl.quant.sharding import shards
 from qarl_trl.quant.sharding.gathers import GatheredWeight, MasterShard
-from qarl_trl.rollout.sync_check.learner_logps import learner_logps, low_bit_forward
+from qarl_trl.rollout.sync_check.learner_logps import learner_logps
 from quant.schemes import same_bytes
 
 
@@ -170,7 +171,7 @@ def check_forwards_without_gradient(by_weights: nn.Module, by_quantized: nn.Modu
 
     logits = []
     for model in (by_weights, by_quantized):
-        with low_bit_forward(model, False), torch.no_grad():
+        with multiplying(model, low_bits=False), torch.no_grad():
             logits.append(model(input_ids=torch.tensor([tokens])).logits)
     assert torch.equal(*logits)
 
