@@ -39,6 +39,28 @@ class _Target:
     revision: str | None
 
 
+def check_pushed_adapter(model: Any, args: Any) -> None:
+    """
+    Refuse to push an adapter that is saved into a folder of its own: the repository would get another one, or none.
+
+    Args:
+        model: The policy.
+        args: The config of the run. A run in low bits without a frozen base pushes its merged model.
+
+    Raises:
+        ValueError: with the name of the trained adapter.
+    """
+    # peft's rule.
+    is_in_a_folder = is_peft_model(model) and model.active_adapter != "default"
+    if is_in_a_folder and outputs_of(args, is_adapter=True, in_checkpoint=False).low_bit is None:
+        name = model.active_adapter
+        raise ValueError(
+            f"The trained adapter must be named 'default' to be pushed, got {name!r}: peft saves it in a folder of "
+            f"its own. Load it without adapter_name, or train without push_to_hub and then push that folder: "
+            f"qarl-trl push {Path(args.output_dir, name)} USER/NAME."
+        )
+
+
 class SharingMixin:
     """
     The part of a [`~qarl_trl.trainers.LowBitMixin`] that writes the model card and pushes to the Hub.
@@ -148,6 +170,7 @@ class SharingMixin:
 
         Raises:
             TypeError: for an argument that neither this method nor [`create_model_card`] has.
+            ValueError: as [`check_pushed_adapter`].
             OSError: if the Hub cannot be reached or refuses. The model has been saved by then.
         """
         # By that method's signature, before anything is saved: an argument that nobody reads would look as if it
@@ -155,6 +178,7 @@ class SharingMixin:
         named = inspect.signature(self.create_model_card).bind(**of_card).arguments
         target = _Target(token or self.args.hub_token, revision or self.args.hub_revision)
 
+        check_pushed_adapter(self._unwrapped, self.args)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self._name_facts(named.get("dataset_name"), named.get("tags"))
         # Saved before any request to the Hub, so that nothing is lost if one fails. It writes the cards.

@@ -94,6 +94,12 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
                 args.teacher_model_init_kwargs = loading_of_own_start(args)
         # No name and no second model: the base weights below the student's adapter teach.
         shares_base = teacher_model is None
+        if shares_base and args.teacher_model_init_kwargs:
+            raise ValueError(
+                f"teacher_model_init_kwargs={args.teacher_model_init_kwargs!r} needs a teacher that is loaded: here "
+                "the base below the student's adapter teaches. Leave it out, or name the teacher "
+                "(teacher_model_name_or_path), also if it is the same model."
+            )
 
         # For cards, and for a resumed run, which must have the same teacher.
         self.learns_from_itself = learns_from_itself

@@ -104,7 +104,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
         if isinstance(args, LowBitConfig) and args.quantized and streams_its_weights(type(self)):
             raise ValueError(
                 f"{type(self).__name__} would send its server the weights in high precision, and learn in low bits. "
-                "Use QaRLTrainer, or set quant_scheme='none' (docs/other_trainers.md)."
+                "Use QaRLTrainer, or TRL's class itself (docs/other_trainers.md)."
             )
         self._scored_batches = guards.ScoredBatches()
         source = check_run(model, args, arguments)

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..export.push import repository_of
+from ..export.sharing import check_pushed_adapter
 from ..guards import on_first
 from ..quant.layers.experts import num_experts
 from ..quant.names import adapter_configs, architecture_of
@@ -91,6 +92,8 @@ def check_run(
 
     # This comes last because it creates the repository, which a run that is refused must not do.
     if args.push_to_hub:
+        if isinstance(model, nn.Module):
+            check_pushed_adapter(model, args)
         on_first(args, lambda: repository_of(args))
     return source
 

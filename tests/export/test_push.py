@@ -9,7 +9,7 @@ import pytest
 import torch
 from hub_server import READER, WRITER, commit_of, running_hub
 from huggingface_hub import constants, snapshot_download
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load, load_file, save_file
 from slow.toys import save_model
 from test_trainer import make
@@ -604,4 +604,20 @@ def test_push_refuses_a_model_that_is_not_complete(hub, low_bit, capsys, lacks):
     with pytest.raises(SystemExit):
         cli.main(["push", str(low_bit), "me/toy"])
     assert "lacks" in capsys.readouterr().err
+    assert "me/toy" not in hub.branches
+
+
+@pytest.mark.parametrize("names", [["default", "policy"], ["policy"]])
+def test_an_adapter_that_is_saved_in_a_folder_of_its_own_is_not_pushed_as_another_one(hub, model, tmp_path, names):
+    first, *others = names
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter(), adapter_name=first)
+    for name in others:
+        policy.add_adapter(name, adapter())
+    policy.set_adapter("policy")
+
+    with pytest.raises(ValueError, match=r"must be named 'default' to be pushed, got 'policy'.* qarl-trl push"):
+        pushing(policy, tmp_path, quant_scheme="none")
+    trainer = make(policy, tmp_path, quant_scheme="none", hub_model_id="me/toy")
+    with pytest.raises(ValueError, match="must be named 'default'"):
+        trainer.push_to_hub()
     assert "me/toy" not in hub.branches

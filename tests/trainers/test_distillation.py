@@ -129,6 +129,13 @@ def test_the_base_of_a_merged_adapter_is_the_teacher_bit_for_bit_and_there_is_no
     assert losses(other) != losses(shared)
 
 
+def test_settings_of_a_teacher_that_is_not_loaded_are_refused(dense_model, tmp_path):
+    of_teacher = {"teacher_model_init_kwargs": {"revision": "v2"}}
+
+    with pytest.raises(ValueError, match="needs a teacher that is loaded.* Leave it out"):
+        make(dense_model, tmp_path, peft_config=adapter(), **of_teacher)
+
+
 def test_asking_the_base_leaves_the_student_as_it_was(dense_model, tmp_path):
     trainer = make(dense_model, tmp_path, peft_config=adapter())
     randomize_adapter(trainer.model)

@@ -46,6 +46,8 @@ _PLAIN_LORA = {
     "layers_pattern",
     "modules_to_save",
 }
+# Characters of a value in a message.
+_SHOWN = 80
 _PLAIN_INIT = (True, False, "gaussian", "orthogonal")
 
 
@@ -215,16 +217,17 @@ def check_lora_config(config: Any) -> None:
             "embedding out."
         )
     if changed:
-        settings = ", ".join(f"{name}={_in_order(getattr(config, name))!r}" for name in changed)
+        settings = ", ".join(f"{name}={_shown(getattr(config, name))}" for name in changed)
         raise ValueError(
             f"The adapter sets {settings}, so the learner's layer would differ from the engine's weight Q(W + s B A). "
             f"{_advice_on(changed)}"
         )
 
 
-def _in_order(value: Any) -> Any:
-    """A value for a message: a set as a sorted list, because its own order differs from run to run."""
-    return sorted(value) if isinstance(value, set) else value
+def _shown(value: Any) -> str:
+    """A value for a message, not longer than a line. A set has an order that differs from run to run."""
+    text = repr(sorted(value) if isinstance(value, set) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _advice_on(changed: Sequence[str]) -> str:
@@ -233,6 +236,10 @@ def _advice_on(changed: Sequence[str]) -> str:
     if "target_parameters" in changed:
         # PEFT sets them itself, from `all-linear`.
         advice.append("Beside experts name the layers: lora_target_modules: [q_proj, k_proj, v_proj, o_proj].")
+    if "trainable_token_indices" in changed:
+        advice.append(
+            "TRL sets trainable_token_indices for tokens that chat_template_path adds: give the model them before."
+        )
     others = [name for name in changed if name != "lora_dropout"]
     if others:
         advice.append(f"Leave {', '.join(others)} out.")
