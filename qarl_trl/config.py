@@ -164,7 +164,7 @@ def _check_tbpo(args: QaRLConfig) -> None:
         raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the tbpo_* fields.")
     if args.compiles:
         raise ValueError(
-            f"torch_compile must be False with loss_type='tbpo' ({SET_BY}): a compiled forward rounds otherwise in "
+            f"torch_compile must be False with loss_type='tbpo' ({SET_BY}): a compiled forward rounds differently in "
             "training than where it scored the rollout (4 % of an answer's ratio beside an FP8 engine), and the bands "
             "are narrower."
         )

@@ -1,4 +1,4 @@
-"""Compare the final answer of a completion with a reference: math-verify, and what it reads otherwise than people."""
+"""Compare the final answer of a completion with a reference: math-verify, and what it reads differently from people."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .boxes import has_box_before, last_box, last_boxes, places_of_parts
 # Emphasis of Markdown: **42** or `42`, as a word of its own. Not the signs of 2**3 or (1+2)*(3+4)*(5+6), which touch
 # what they multiply; *42* is left as it is, because 2 *3* 4 is a product.
 _EMPHASIS = re.compile(r"(?<![^\s(])(\*\*|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![^\s.,;:!?)])")
-# What math-verify reads otherwise than a person does. A text that has any of these is read as it is, and without.
+# What math-verify reads differently from a person. A text that has any of these is read as it is, and without.
 # 4.5e33, which would be Euler's number times 33: Minerva writes a fifth of its answers so.
 _E_NOTATION = re.compile(r"(?<![\w.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,3})(?!\w|\.\d)")
 # \$18, as Markdown has it; in LaTeX the same dollar sign.
@@ -169,7 +169,7 @@ def _last_date(completion: str) -> str | None:
 
 
 def _readings(text: str) -> list[str]:
-    """A text, and the same as a person reads it, if math-verify reads that otherwise."""
+    """A text, and the same as a person reads it, if math-verify reads that differently."""
     # In both: as it stands it also equals its first number.
     text = _MIXED_NUMBER.sub(_as_one_fraction, text)
     read = text.replace("\N{MINUS SIGN}", "-")

@@ -112,7 +112,7 @@ class RolloutBuffer:
         Returns:
             The number of micro-batches trained so far, the step of sampling, the micro-batches of the rollout batch,
             and what `log_completions` writes of it. Between two rollout batches the first is 0 and the last two are
-            `None`: nothing of the batch is needed again, and the next may be divided otherwise.
+            `None`: nothing of the batch is needed again, and the next may be divided differently.
         """
         if not self.in_batch:
             return 0, self.step_of_sampling, None, None

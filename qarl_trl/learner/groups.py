@@ -71,7 +71,7 @@ class MicroBatchGroups:
             updates: For each of them the number of its update.
         """
         # TRL keeps one list of micro-batches for all steps of a rollout batch, also over `num_iterations`. Its updates
-        # may be cut otherwise when it is used again, and a resumed run, which sees only its rest, must cut as the
+        # may be cut differently when it is used again, and a resumed run, which sees only its rest, must cut as the
         # first one did.
         cuts = [update - updates[0] for update in updates]
         if rollout_batch is self._rollout_batch and cuts == self._cuts:

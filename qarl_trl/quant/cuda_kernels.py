@@ -8,7 +8,7 @@ Both give the bytes of the plain operations (`reference`, `activations`):
 
 Measured on an H200 in the shape of Qwen2.5-1.5B, forward and backward of 8 x 552 tokens: the plain operations of 196
 layers add half to nine tenths to its time, nearly all of it launches. What `torch.compile` made of them was slower
-(2.2 times for a weight of 1536 x 8960), and rounded a division otherwise than they do (torch 2.11). The kernel itself
+(2.2 times for a weight of 1536 x 8960), and rounded a division differently (torch 2.11). The kernel itself
 has not run on a GPU.
 """
 

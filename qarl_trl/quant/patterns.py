@@ -74,6 +74,6 @@ def _is_quick(expression: str, names: tuple[str, ...], limit_s: int) -> bool:
     # How the system ends a process at its limit.
     if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         return False
-    # One that failed otherwise has tried nothing.
+    # One that failed in another way has tried nothing.
     process.check_returncode()
     return True

@@ -170,7 +170,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
             self.sync_check.look_before(partial(engine_logps, llm))
 
     def _llm_arguments(self) -> dict[str, Any]:
-        """The arguments of `vllm.LLM` that TRL does not give or gives otherwise."""
+        """The arguments of `vllm.LLM` that TRL does not give, or gives differently."""
         arguments = low_bit_settings(self.model, self.quantization_config, self.trust_remote_code)
         if self.frozen:
             arguments |= adapters.settings_of(self.model)

@@ -221,7 +221,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         # answer.
         if of_both[: len(of_prompt)] != of_prompt or len(of_both) == len(of_prompt):
             raise ValueError(
-                "The chat template renders a prompt otherwise when an answer follows, so the tokens of the answer "
+                "The chat template renders a prompt differently when an answer follows, so the tokens of the answer "
                 f"cannot be told: {messages!r:.200}. Give prompts and completions as text (conversational: false)."
             )
         return of_both[len(of_prompt) :]

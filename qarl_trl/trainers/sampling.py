@@ -1,4 +1,4 @@
-"""Settings with which engine and learner would draw or score otherwise, of every trainer that samples."""
+"""Settings with which engine and learner would draw or score differently, of every trainer that samples."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def _check_not_quantized(model: str | nn.Module, args: RunSettings) -> None:
 
 
 def _check_not_compiled(model: str | nn.Module) -> None:
-    """Refuse (`ValueError`) a model that a script compiled: its layers are replaced, and it rounds otherwise."""
+    """Refuse (`ValueError`) a model that a script compiled: its layers are replaced, and it rounds differently."""
     if isinstance(model, nn.Module) and model._compiled_call_impl is not None:
         raise ValueError("The model must not be compiled, got one after model.compile(). Give it as it was loaded.")
 

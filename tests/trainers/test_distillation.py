@@ -275,7 +275,7 @@ def test_answers_of_a_chat_are_what_its_template_writes_after_the_prompt(dense_m
 
     # It writes the number of messages first, so that the prompt is another one when an answer follows.
     trainer._tokenizer.chat_template = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="renders a prompt otherwise when an answer follows"):
+    with pytest.raises(ValueError, match="renders a prompt differently when an answer follows"):
         trainer._generate_and_score_completions(chat_rows()[:1])
 
 

@@ -140,8 +140,8 @@ class SyncCheck:
         if self.scores_as_trained and mismatch > RISEN * max(self.limit, RESOLUTION):
             logger.warning(
                 f"The first answers of the engine are {mismatch:.2g} nats per token from the learner, where the sync "
-                f"check's prompt may be {self.limit:.2g}: the engine computes the tokens that it samples otherwise "
-                "than those of a prompt. Compare with vllm_engine_kwargs={'enforce_eager': true}."
+                f"check's prompt may be {self.limit:.2g}: the engine computes the tokens that it samples "
+                "differently from those of a prompt. Compare with vllm_engine_kwargs={'enforce_eager': true}."
             )
 
     def check(self, engine_logps: EngineLogps, syncs: int) -> Reading:

@@ -83,7 +83,7 @@ def load_problems(
         tokenizer: Its chat template is applied to chat messages.
         template_kwargs: Arguments of the chat template.
         conversational: Whether prompts are chat messages, or text; `None`: messages if there is a chat template.
-        needs_math: Whether math-verify must read the references; `False` for rewards that read them otherwise.
+        needs_math: Whether math-verify must read the references; `False` for rewards that read them differently.
         settings: Other arguments of [`~qarl_trl.data.load_math_dataset`].
 
     Returns:
