@@ -1,4 +1,4 @@
-"""Compare the final answer of a completion with a reference: math-verify, and what it reads differently from people."""
+"""Compare the final answer of a completion with a reference: math-verify, and what it reads differently from us."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from ..quant.names import NOT_COMPUTED_BY
 
 
-# Entries of a config that no engine reads, or that it gets in another way: dtypes, cache, names, and the end of an answer.
+# Entries of a config that no engine reads, or that it gets in another way: dtypes, cache, names, end of an answer.
 NOT_READ = {*NOT_COMPUTED_BY, "_attn_implementation", "chunk_size_feed_forward", "attention_dropout"}
 
 

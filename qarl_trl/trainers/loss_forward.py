@@ -29,7 +29,7 @@ class LossForward:
     def __init__(self) -> None:
         self._shared: TrlResult | None = None
         self._scored: Mapping[str, Any] = {}
-        self._scored_otherwise = False
+        self._scored_something_else = False
         self._last: TrlResult | None = None
 
     @contextmanager
@@ -48,11 +48,11 @@ class LossForward:
         """
         self._shared = result
         self._scored = scored
-        self._scored_otherwise = False
+        self._scored_something_else = False
         try:
             yield
             # Read only after a block without an error, which would otherwise be hidden by this one.
-            is_unused = self._shared is not None and not self._scored_otherwise
+            is_unused = self._shared is not None and not self._scored_something_else
         finally:
             # After an error, too (Ctrl-C in a notebook): the next forward is of other rows.
             self._shared = None
@@ -83,10 +83,10 @@ class LossForward:
             return None
         if not are_equal(asked["samples"], self._scored["samples"]):
             # Of the policy at other weights, such as those of a sharpness-aware step. It need not score itself again.
-            self._scored_otherwise = True
+            self._scored_something_else = True
             return None
         if not _are_of_same_rows(asked, self._scored):
-            self._scored_otherwise = True
+            self._scored_something_else = True
             logger.warning_once(
                 "A _compute_loss scores other rows than those of its micro-batch, whose pass is wasted then. With a "
                 "compute_loss of its own a class gets a pass for each micro-batch."
