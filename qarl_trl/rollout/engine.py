@@ -38,6 +38,7 @@ from ..quant.stream import renamed_stream
 from ..quant.weight_stream import WeightStream
 from .adapter_folder import AdapterFolder, adapter_place
 from .engine_settings import low_bit_settings
+from .sampling_parameters import sampling_parameters
 from .server.client import ServerClient
 from .server.facts import engine_facts
 from .sync_check.check import SyncCheck
@@ -107,36 +108,9 @@ class LowBitVLLMGeneration(VLLMGeneration):
         # Last, because TRL's constructor calls `_init_vllm`.
         super().__init__(model, *args, **kwargs)
         # After TRL's constructor, which puts the user's there.
-        self.generation_kwargs = self._sampling_parameters(stop_token_ids)
-
-    def _sampling_parameters(self, stop_token_ids: Sequence[int | None] | None) -> dict[str, Any]:
-        """More arguments of vLLM's `SamplingParams`: the user's, and what the trainer needs."""
-        of_user = self.generation_kwargs
-
-        # The trainer decodes token ids itself. Text takes a fifth of the engine's CPU time, and only stop strings need
-        # it.
-        needs_text = bool(of_user.get("stop"))
-        parameters = {"detokenize": needs_text} | of_user
-
-        parameters["stop_token_ids"] = self._stop_tokens(stop_token_ids or ())
-        if stop_token_ids is not None:
-            # By itself vLLM also stops at the end tokens of the model's files, which a script may have changed in
-            # memory. Such an answer would count as cut off.
-            parameters["ignore_eos"] = True
-        if self.mode == "colocate":
-            # Lists of numbers: vLLM would make an object for each token, and Python's garbage collection visit them.
-            parameters["flat_logprobs"] = True
-        return parameters
-
-    def _stop_tokens(self, of_trainer: Sequence[int | None]) -> list[int]:
-        """The tokens that end an answer: the trainer's and the user's. vLLM stops at them also with `ignore_eos`."""
-        of_user = self.generation_kwargs.get("stop_token_ids") or ()
-        if self.generation_kwargs.get("ignore_eos"):
-            return list(of_user)
-
-        # A tokenizer without an EOS token gives TRL a None.
-        known = [token for token in (*of_trainer, *of_user) if token is not None]
-        return list(dict.fromkeys(known))
+        self.generation_kwargs = sampling_parameters(
+            self.generation_kwargs, stop_token_ids, is_colocated=self.mode == "colocate"
+        )
 
     # Build -----------------------------------------------------------------------------------------------------------
 
