@@ -91,6 +91,8 @@ def log(monkeypatch, caplog):
         (r"\boxed{2 1/2 m}", "5/2", 1.0),
         ("The answer is 2 1/2 m.", "5/2", 1.0),
         ("The answer is 2 1/2 hours.", "5/2", 1.0),
+        ("The answer is: 2 1/2.", "5/2", 1.0),
+        ("The final answer is: 2 1/2. I hope it is correct.", "5/2", 1.0),
         # The stop of a sentence is no decimal point.
         ("The answer is 14/3.", "14/3", 1.0),
         ("The answer is **-3/5**.", "-3/5", 1.0),

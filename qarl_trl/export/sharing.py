@@ -57,7 +57,7 @@ def check_pushed_adapter(model: Any, args: Any) -> None:
         raise ValueError(
             f"The trained adapter must be named 'default' to be pushed, got {name!r}: peft saves it in a folder of "
             f"its own. Load it without adapter_name, or train without push_to_hub and then push that folder: "
-            f"qarl-trl push {Path(args.output_dir, name)} USER/NAME."
+            f"hf upload USER/NAME {Path(args.output_dir, name)}."
         )
 
 

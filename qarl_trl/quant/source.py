@@ -103,7 +103,7 @@ class CheckpointSource:
     Attributes:
         name: Its name as the user wrote it.
         folder: Where its files are.
-        config: What its `config.json` says of the quantization.
+        config: What its `config.json` says of the quantization; of an unquantized one the plan.
     """
 
     name: str

@@ -45,7 +45,8 @@ def low_bit_settings(model: nn.Module, quantization: dict[str, Any] | None, trus
     """
     The arguments of `vllm.LLM` for an engine that matches a `model` after `apply_quantization`.
 
-    Random weights are safe: `LowBitVLLMGeneration.generate` syncs first, and a server refuses an unsynced client.
+    Random weights are safe: `LowBitVLLMGeneration.generate` first syncs a colocated engine, and
+    `ServerClient.generate` refuses a server without the last sync of this run.
 
     Args:
         model: The learner's model.

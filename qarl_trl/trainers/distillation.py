@@ -86,6 +86,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
 
         # The fields that are set below are of this run: a script may make another trainer from its config.
         args = copy.copy(args)
+        loading_of_teacher = args.teacher_model_init_kwargs
         teacher_model = teacher_model or args.teacher_model_name_or_path
         learns_from_itself = teacher_model is None
         if learns_from_itself:
@@ -94,9 +95,9 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
                 args.teacher_model_init_kwargs = loading_of_own_start(args)
         # No name and no second model: the base weights below the student's adapter teach.
         shares_base = teacher_model is None
-        if shares_base and args.teacher_model_init_kwargs:
+        if shares_base and loading_of_teacher:
             raise ValueError(
-                f"teacher_model_init_kwargs={args.teacher_model_init_kwargs!r} needs a teacher that is loaded: here "
+                f"teacher_model_init_kwargs={loading_of_teacher!r} needs a teacher that is loaded: here "
                 "the base below the student's adapter teaches. Leave it out, or name the teacher "
                 "(teacher_model_name_or_path), also if it is the same model."
             )
@@ -190,8 +191,8 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         more = tokens[ends[0] : ends[-1]] if ends else []
         if self._tokenizer.decode(more, skip_special_tokens=True).strip():
             logger.warning_once(
-                "Answers of several turns are learned up to their first end token: what comes "
-                "after it is not the model's answer. Make a row of each turn, with those before it in its prompt."
+                "Answers of several turns are learned up to their first end token: what the model is asked next comes "
+                "after it. Make a row of each turn, with those before it in its prompt."
             )
         if ends:
             tokens = tokens[: ends[0] + 1]

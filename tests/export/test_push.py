@@ -615,9 +615,13 @@ def test_an_adapter_that_is_saved_in_a_folder_of_its_own_is_not_pushed_as_anothe
         policy.add_adapter(name, adapter())
     policy.set_adapter("policy")
 
-    with pytest.raises(ValueError, match=r"must be named 'default' to be pushed, got 'policy'.* qarl-trl push"):
+    with pytest.raises(ValueError, match=r"must be named 'default' to be pushed, got 'policy'.* hf upload"):
         pushing(policy, tmp_path, quant_scheme="none")
     trainer = make(policy, tmp_path, quant_scheme="none", hub_model_id="me/toy")
     with pytest.raises(ValueError, match="must be named 'default'"):
         trainer.push_to_hub()
     assert "me/toy" not in hub.branches
+
+    # Control: a run in low bits pushes its merged model, whatever the name of the adapter.
+    pushing(policy, tmp_path / "low").push_to_hub()
+    assert "model.safetensors" in hub.files("me/toy")

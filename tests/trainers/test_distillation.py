@@ -134,6 +134,8 @@ def test_settings_of_a_teacher_that_is_not_loaded_are_refused(dense_model, tmp_p
 
     with pytest.raises(ValueError, match="needs a teacher that is loaded.* Leave it out"):
         make(dense_model, tmp_path, peft_config=adapter(), **of_teacher)
+    # Control: how the student loads is no setting of its teacher.
+    make(dense_model, tmp_path, peft_config=adapter(), model_init_kwargs={"attn_implementation": "sdpa"})
 
 
 def test_asking_the_base_leaves_the_student_as_it_was(dense_model, tmp_path):
