@@ -238,8 +238,8 @@ def _advice_on(changed: Sequence[str]) -> str:
         advice.append("Beside experts name the layers: lora_target_modules: [q_proj, k_proj, v_proj, o_proj].")
     if "trainable_token_indices" in changed:
         advice.append(
-            "TRL sets trainable_token_indices for tokens that chat_template_path adds: add them to model and tokenizer "
-            "first."
+            "TRL sets trainable_token_indices for tokens that chat_template_path adds: add them to model and "
+            "tokenizer first."
         )
     others = [name for name in changed if name not in ("lora_dropout", "trainable_token_indices")]
     if others:
