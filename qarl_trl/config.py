@@ -161,7 +161,7 @@ def _check_tbpo(args: QaRLConfig) -> None:
     """Refuse (`ValueError`) settings that TBPO does not read, or that blur its ratios; warn if no bound can bind."""
     changed = changed_fields(args, REPLACED_BY_TBPO)
     if changed:
-        raise ValueError(f"loss_type='tbpo' ignores {changed}. Remove them, and set the tbpo_* fields.")
+        raise ValueError(f"loss_type='tbpo' does not read {changed}. Remove them; its bounds are the tbpo_* fields.")
     if args.compiles:
         raise ValueError(
             f"torch_compile must be False with loss_type='tbpo' ({SET_BY}): a compiled forward rounds differently in "

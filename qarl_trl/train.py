@@ -319,6 +319,7 @@ def main(argv: Sequence[str], method: Method = QARL) -> Callable[[], None] | Non
         if method.has_rewards:
             # Finds a reward that cannot be imported.
             load_rewards(script_args.reward_funcs, script_args.reward_timeout)
+        _check_adapter(training_args, model_args)
         # With torchrun, once.
         if training_args.process_index == 0:
             print(describe(script_args, training_args, model_args))
@@ -326,6 +327,17 @@ def main(argv: Sequence[str], method: Method = QARL) -> Callable[[], None] | Non
 
     trainer = make_trainer(script_args, training_args, model_args, method)
     return partial(train, trainer, script_args.dataset_name_or_path, method)
+
+
+def _check_adapter(args: Any, model_args: Any) -> None:
+    """Refuse (`ValueError`) what the trainer would refuse of an adapter."""
+    if not args.quantized:
+        return
+    from trl import get_peft_config
+
+    from .validate.adapters import check_adapters
+
+    check_adapters(model_args.model_name_or_path, get_peft_config(model_args), args)
 
 
 if __name__ == "__main__":

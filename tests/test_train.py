@@ -636,6 +636,22 @@ def test_a_dry_run_names_the_checkpoint_that_auto_finds(base, tmp_path, capsys, 
     assert f"start: resumes from {tmp_path}/out/checkpoint-10" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--lora_base", "frozen"], "needs an adapter"),
+        (["--use_peft"], "lora_dropout: 0.0"),  # TRL's own value is another
+    ],
+)
+def test_a_dry_run_refuses_an_adapter_as_the_run_would(base, options, words):
+    with pytest.raises(ValueError, match=words):
+        cli.run(["train", *base, "--dry_run", *options])
+
+    # Control: without low bits any adapter may train.
+    if "--use_peft" in options:
+        cli.run(["train", *base, "--dry_run", *options, "--quant_scheme", "none"])
+
+
 def test_a_dry_run_finds_a_missing_reward(base):
     with pytest.raises(ValueError, match="no_such_reward"):
         cli.run(["train", *base, "--dry_run", "--reward_funcs", "no_such_reward"])

@@ -112,7 +112,7 @@ def check_start(checkpoint: str | None, args: Any) -> None:
         else:
             continues = f"resume_from_checkpoint: {output_dir / present[-1]} continues that run"
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds checkpoints of an earlier run ({', '.join(present[:3])}), which "
+            f"output_dir={str(output_dir)!r} holds checkpoints of an earlier run ({', '.join(present[-3:])}), which "
             f"this one would overwrite or delete: {continues}; another output_dir, or moving them, starts a new one."
         )
 

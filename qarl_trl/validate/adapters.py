@@ -13,7 +13,8 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
-from ..quant.names import base_model
+from .._compat.versions import check_versions
+from ..quant.names import adapter_configs, base_model
 from ..quant.sharding.shards import shape_of
 from .layers import OTHER_HEADS
 from .model import changed_by_loading
@@ -27,6 +28,36 @@ logger = get_logger(__name__)
 NOT_SERVED = ("modules_to_save", "rank_pattern", "alpha_pattern")
 # Settings of trainers that make the reference of their penalty of the adapter "default".
 COPY_AN_ADAPTER = (GRPOConfig, RLOOConfig, DPOConfig, KTOConfig)
+
+
+def check_adapters(model: str | nn.Module, peft_config: Any, args: RunSettings) -> list[Any]:
+    """
+    Refuse adapters that a run in low bits cannot have. It needs neither data nor weights.
+
+    Args:
+        model: The trainer's model, or its name.
+        peft_config: That of the trainer; `None` without one.
+        args: Settings of the run.
+
+    Returns:
+        The configurations of the adapters that the run has or will have.
+
+    Raises:
+        ImportError: if peft is missing, or has an untested version.
+        ValueError: for an adapter whose forward the engine would not have, and for a frozen base without an adapter.
+    """
+    if args.frozen and not (isinstance(model, str) and peft_config):
+        raise ValueError(
+            "lora_base='frozen' needs an adapter (use_peft: true; in a script peft_config), and the name of a model: "
+            "its base never loads whole."
+        )
+
+    adapters = adapter_configs(model, peft_config)
+    if adapters:
+        check_versions("peft")
+    for adapter in adapters:
+        check_adapter(adapter, args)
+    return adapters
 
 
 def check_adapter(config: Any, args: RunSettings) -> None:

@@ -11,14 +11,13 @@ from torch import nn
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
-from .._compat.versions import check_versions
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
 from ..export.files import BASE_FOLDER, check_no_adapter
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs, is_peft_model
 from ..rollout.engine_settings import check_engine_arguments
 from ..trainers.settings import LowBitConfig
-from .adapters import check_adapter, check_one_active, check_reference, check_resized, check_saved
+from .adapters import check_adapters, check_one_active, check_reference, check_resized, check_saved
 from .launch import check_launch
 from .layers import check_plan
 from .placement import check_placement
@@ -109,15 +108,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_steps_between(args)
     _check_not_compiled(model)
     check_placement(args)
-    peft_config = trainer_arguments.get("peft_config")
-    if args.frozen and not (isinstance(model, str) and peft_config):
-        raise ValueError("lora_base='frozen' needs peft_config, and the name of a model: it never loads whole.")
-
-    adapters = adapter_configs(model, peft_config)
-    if adapters:
-        check_versions("peft")
-    for adapter in adapters:
-        check_adapter(adapter, args)
+    adapters = check_adapters(model, trainer_arguments.get("peft_config"), args)
     if adapters and not isinstance(model, str):
         check_resized(model, adapters, args)
     if not isinstance(model, str) and is_peft_model(model):

@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
             adapter=args.checkpoint,
             first_token=tokenizer.eos_token_id,
         )
-        print(f"{args.output} is {distance:.4f} nats per token from base and adapter, in what these sample.")
+        print(f"{args.output} is {distance:.4f} nats per token from base and adapter, on tokens that these sampled.")
         print(serving_the_two(args.checkpoint, source.base))
     print(f"The low-bit checkpoint is in {args.output}. `qarl-trl push` shares it.")
 
