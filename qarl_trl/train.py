@@ -331,7 +331,7 @@ def main(argv: Sequence[str], method: Method = QARL) -> Callable[[], None] | Non
 
 def _check_adapter(args: Any, model_args: Any) -> None:
     """Refuse (`ValueError`) what the trainer would refuse of an adapter."""
-    if not args.quantized:
+    if not args.quantized or not (args.frozen or model_args.use_peft):
         return
     from trl import get_peft_config
 

@@ -158,7 +158,7 @@ def test_the_share_of_vllm_is_that_of_a_command_without_one(capsys, recipe, monk
 
 
 def test_a_server_for_a_frozen_base_needs_the_adapter(recipe):
-    with pytest.raises(ValueError, match="lora_base='frozen' needs peft_config"):
+    with pytest.raises(ValueError, match="lora_base='frozen' needs an adapter"):
         main(["--config", str(recipe), "--dry_run", "--lora_base", "frozen"])
 
 

@@ -158,7 +158,7 @@ def test_parameters_that_are_trained_beside_an_adapter_and_not_saved_with_it_are
 @pytest.mark.parametrize(
     ("changes", "adapter", "words"),
     [
-        ({}, None, "needs peft_config, and the name of a model"),
+        ({}, None, "needs an adapter .*, and the name of a model"),
         ({}, {"modules_to_save": ["lm_head"]}, "vLLM serves no adapter with modules_to_save"),
         ({}, {"rank_pattern": {"q_proj": 2}}, "vLLM serves no adapter with rank_pattern"),
         ({}, {"alpha_pattern": {"q_proj": 2}}, "vLLM serves no adapter with alpha_pattern"),
