@@ -204,6 +204,12 @@ def points_of(table):
     return points
 
 
+def above_by_name(regime, name):
+    """How many pairs of a contrast are above 0."""
+    (line,) = [line for line in arms_table.portable_differences(regime).splitlines() if f"| {name} |" in line]
+    return line.split("|")[4].strip()
+
+
 def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     points = points_of(arms_table.portable_differences("long"))
     slow = points_of(arms_table.portable_differences("long_stale_slow"))
@@ -225,6 +231,11 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     assert f"For QaRL TBPO the two are {points[best_sides]} above, and {tbpo_below} below" in results
     assert f"QaRL TBPO is {tbpo_of_both} above rollout-only TBPO with GPTQ" in results
     assert f"without TIS is {slow['the same, without TIS']} below QaRL GRPO" in results
+    # "Five and six of eight, at the second one of eight": README.md, too.
+    assert above_by_name("long", deployed) == "5 of 8"
+    assert above_by_name("long", best_sides) == "6 of 8"
+    assert above_by_name("long_stale_slow", deployed) == above_by_name("long_stale_slow", best_sides) == "1 of 8"
+    assert "at the first rate five and six of eight are above, at the second one of eight" in results
     assert f"it is the other way round ({slow[deployed]}, eight pairs" in (ROOT / "dev" / "log.md").read_text()
 
     # "Both below the untrained start with GPTQ", and "no arm is above that, except bf16 GRPO, by 0.8".
@@ -294,6 +305,7 @@ def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
     above_bf16 = f"{points['QaRL rounded minus bf16 by GPTQ']} points above bf16 GRPO by GPTQ"
     above_rollout_only = f"{points['QaRL minus rollout-only, both rounded']} above rollout-only GRPO"
     assert f"QaRL GRPO ended at {mean} % rounded, {above_bf16} and {above_rollout_only}, also rounded" in text
+    assert f"ended {points['QaRL rounded, this start minus that of *long*']} points lower" in text
     for arm in arms.DISTILLED_ARMS:
         for way in ("rounded", "gptq", "distilled"):
             shares = arms_table.scores_by_seed("long_distilled", arm, way).values()
