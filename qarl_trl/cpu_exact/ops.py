@@ -69,6 +69,7 @@ def use_engine_ops(model: nn.Module) -> None:
     choose_arithmetic()
     decoder = _supported_decoder(model)
 
+    decoder.qarl_attention_before = decoder.config._attn_implementation
     decoder.set_attn_implementation(ATTENTION)
     decoder.register_forward_pre_hook(_count_positions_without_padding, with_kwargs=True)
     # Cosine and sine have the values of the engine's bfloat16 table; the rotation runs in float32.
@@ -82,6 +83,31 @@ def use_engine_ops(model: nn.Module) -> None:
             module.__class__ = _form_of(module.__class__, EngineRMSNorm)
     for layer in decoder.layers:
         layer.__class__ = _form_of(layer.__class__, EngineDecoderLayer)
+
+
+def leave_engine_ops(model: nn.Module) -> None:
+    """
+    Undo `use_engine_ops`, which an earlier trainer may have called on the model.
+
+    Args:
+        model: Any module. One without these operations is left alone.
+    """
+    for module in model.modules():
+        if isinstance(module, EngineRMSNorm | EngineDecoderLayer):
+            _, stock = type(module).__bases__
+            module.__class__ = stock
+
+        # By their functions, because a copied model has copies of the hooks.
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            ours = [number for number, hook in hooks.items() if hook in _HOOKS]
+            for number in ours:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+        before = module.__dict__.pop("qarl_attention_before", None)
+        if before is not None:
+            decoder: Any = module
+            decoder.set_attn_implementation(before)
 
 
 def has_engine_ops(model: nn.Module) -> bool:
@@ -137,6 +163,9 @@ def _round_tables(rotary: nn.Module, args: tuple[Any, ...], tables: tuple[Tensor
 def _round_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     """Round the output of a module."""
     return rounded(output)
+
+
+_HOOKS = (_count_positions_without_padding, _round_tables, _round_output)
 
 
 # Norms and sums ------------------------------------------------------------------------------------------------------

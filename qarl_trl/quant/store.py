@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .kept import NOT_TRAINED, UNKNOWN, KeptWeights, State, identity
 from .layers.layer import LowBitLayer, quantized_modules
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
-from .samples import Samples, are_equal, sample_weights
+from .samples import Samples, are_equal, sample, sample_weights
 from .sharding.gathers import GatheredWeight, is_master_shard, make_master_shards
 from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import Gather, checkpoint_stream
@@ -53,7 +53,8 @@ class LowBitStore:
       show steps, because fused and sharded optimizers write through aliases, which leave a parameter's version as it
       is. A store with a promise also counts the steps of all optimizers of torch;
     - somebody tells it that weights were loaded ([`forget`]);
-    - it sees a whole parameter that was written in place, or was replaced by another one.
+    - it sees a whole parameter that was written in place, or was replaced by another one. A store without a promise
+      also compares samples of untrained ones on every forward.
 
     [`tensors`], for weight syncs and files, makes every weight again from the master weights as they are.
 
@@ -320,6 +321,9 @@ class LowBitStore:
             # version, and ZeRO-3 puts it at another address in each forward.
             return State(changes, others)
 
+        if changes == NOT_TRAINED and not self._is_told:
+            # Nobody says when somebody writes through `param.data`, as an average of weights (EMA) in a copied model.
+            others = (*others, *(_numbers_of(param) for param in parameters))
         return State(changes, others, tuple(identity(param) for param in parameters))
 
     def _changes_of(self, parameters: list[Any]) -> int:
@@ -348,6 +352,11 @@ class LowBitStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LowBitStore, ()  # low-bit weights are made again
+
+
+def _numbers_of(parameter: Tensor) -> tuple[float, ...]:
+    """A sample of a parameter's numbers; of one without memory none."""
+    return () if parameter.is_meta else tuple(sample(parameter).tolist())
 
 
 def low_bit_store(model: nn.Module) -> LowBitStore:

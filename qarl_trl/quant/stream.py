@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .layers.experts import PROJECTIONS, expert_modules, layer_names, stack_name
-from .layers.layer import LowBitLayer, check_late_adapters
+from .layers.late_adapters import check_late_adapters
+from .layers.layer import LowBitLayer
 from .names import checkpoint_names, checkpoint_renaming, plain_name
 from .quantize import LowBitWeight
 from .scheme import MASTER_CAST_DTYPE
@@ -46,6 +47,7 @@ def checkpoint_stream(
 
     Raises:
         RuntimeError: if a layer got an adapter after the quantization.
+        ValueError: if the active adapter has settings with which it does not merge.
     """
     if weight_of is not None:
         check_late_adapters(model)

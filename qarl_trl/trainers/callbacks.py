@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..quant.layers.layer import check_late_adapters
+from ..quant.layers.late_adapters import check_late_adapters
 from ..quant.names import is_peft_model
 from ..quant.store import LowBitStore
 from ..validate.adapters import check_saved

@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
 from .._compat.sharding import fit_to_zero3, is_zero3, sharding_of
-from ..cpu_exact.ops import use_engine_ops
+from ..cpu_exact.ops import leave_engine_ops, use_engine_ops
 from ..learner.attention import attend_from_cache
 from ..quant.convert import apply_quantization
 from ..quant.kv_cache import attend_without_cache
@@ -63,6 +63,10 @@ def _round_as_engine(model: nn.Module, args: Any, is_low_bit: bool) -> None:
     if args.engine_ops_for(model.config):
         # Beside a CPU engine, with its operations.
         use_engine_ops(model)
-    elif is_low_bit and args.quantize_learner and args.bf16 and sharding_of(args) == "none":
+        return
+
+    # An earlier trainer's.
+    leave_engine_ops(model)
+    if is_low_bit and args.quantize_learner and args.bf16 and sharding_of(args) == "none":
         # Sharded weights are gathered in bfloat16 anyway.
         round_rest(base_model(model))

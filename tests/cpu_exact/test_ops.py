@@ -1,5 +1,7 @@
 """`qarl_trl.cpu_exact.ops`: the learner's operations against vLLM's, against float64, and against transformers'."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +21,7 @@ from qarl_trl.cpu_exact.ops import (
     EngineRMSNorm,
     engine_attention,
     has_engine_ops,
+    leave_engine_ops,
     unsupported,
     use_engine_ops,
 )
@@ -521,3 +524,27 @@ def test_a_cache_of_transformers_is_an_error():
 
     answer = model.generate(ids, max_new_tokens=3, pad_token_id=0, use_cache=False)
     assert answer.shape == (2, 8)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(("config", "architecture"), MODELS)
+def test_a_model_that_left_the_engines_operations_is_as_before(config, architecture, copied):
+    tokens = torch.tensor([[3, 4, 5, 6, 7]])
+    expected = make_model(config, architecture)(tokens).logits
+
+    model = with_engine_ops(config, architecture)
+    if copied:
+        model = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens)
+    leave_engine_ops(model)
+
+    assert not has_engine_ops(model)
+    assert torch.equal(model(tokens).logits, expected)
+    # And a model that does not have them stays as it is.
+    leave_engine_ops(model)
+    assert torch.equal(model(tokens).logits, expected)
+    # Control: with them, it rounds.
+    use_engine_ops(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.equal(model(tokens).logits, expected)

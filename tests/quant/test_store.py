@@ -532,6 +532,19 @@ def test_a_copied_model_has_a_store_of_its_own():
     assert store.model is model
 
 
+def test_a_frozen_copy_that_follows_the_policy_through_its_data_is_made_again():
+    """As an average of weights (EMA), which teaches. Nobody tells its store of anything."""
+    model = two_layer_model()
+    told_store(model)
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    before = teacher[0].low_bit()
+    assert teacher[0].low_bit() is before  # control: it is kept
+
+    teacher[0].weight.data.mul_(0.5).add_(torch.randn_like(teacher[0].weight), alpha=0.5)
+
+    assert is_low_bit_form_of(teacher[0].low_bit(), teacher[0].weight)
+
+
 def test_a_copy_of_a_part_belongs_to_no_model_until_it_is_attached():
     model = two_layer_model()
 

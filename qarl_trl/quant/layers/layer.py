@@ -209,28 +209,6 @@ def quantized_modules(model: nn.Module) -> Iterator[tuple[str, LowBitLayer]]:
             yield name, module
 
 
-def check_late_adapters(model: nn.Module) -> None:
-    """
-    Refuse a LoRA adapter that came after the quantization: the forward would add it to a low-bit weight, and neither a
-    sync nor a file would have it.
-
-    Args:
-        model: The model with low-bit layers.
-
-    Raises:
-        RuntimeError: with the name of the layer.
-    """
-    for name, module in model.named_modules():
-        if not hasattr(module, "lora_A") or isinstance(module, LowBitLayer):
-            continue
-        # Beside a frozen base an adapter stays an adapter, for engine and file too.
-        if getattr(module.base_layer, "frozen_weight", None) is None:
-            raise RuntimeError(
-                f"{name!r} got an adapter after the model was quantized, which no weight sync and no checkpoint would "
-                "have. Give the trainer peft_config, or a PeftModel with this adapter."
-            )
-
-
 @contextmanager
 def multiplying(model: nn.Module, low_bits: bool) -> Iterator[None]:
     """
