@@ -12,7 +12,7 @@ from torch import nn
 from trl.trainer.utils import create_model_from_path
 
 from .. import guards
-from ..quant.gemms.gemm import GemmChoice
+from ..quant.gemms.gemm import GemmChoice, plain_gemm
 from ..quant.names import base_model
 from ..quant.samples import sample
 from ..quant.start import load_frozen_base, load_master_weights
@@ -54,7 +54,11 @@ def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.M
 
 
 def load_stored(
-    name: str, *architecture: Any, freeze: QuantizationConfig | None, gemm: GemmChoice, **loading: Any
+    name: str,
+    *architecture: Any,
+    freeze: QuantizationConfig | None = None,
+    gemm: GemmChoice = plain_gemm,
+    **loading: Any,
 ) -> nn.Module:
     """
     Load master weights or a frozen base from a checkpoint's tensors, in place of TRL's loader.

@@ -97,7 +97,7 @@ def test_first_answers_farther_than_the_prompt_are_said(case, caplog, times, as_
     # Only the first answers are compared with the prompt.
     check.watch(check.watched)
 
-    assert caplog.text.count("computes the tokens that it samples otherwise") == is_said
+    assert caplog.text.count("computes the tokens that it samples differently") == is_said
 
 
 def test_the_first_logp_diff_of_the_run_is_what_later_ones_may_grow_from(case):
