@@ -371,7 +371,8 @@ def make_models(folder: Path, start: Path, regime: str, arm: str, scored: Sequen
     if "awq" in settings:
         calibrated("awq", folder / "masters", folder / "awq", quantization, start, dtype, settings["awq"])
         names.append("awq")
-    if settings.get("distill_again") and arm != BEFORE:
+    wants_again = not scored or "again" in scored
+    if settings.get("distill_again") and arm != BEFORE and wants_again:
         distill(folder / "masters", folder / "again", start)
         names.append("again")
     # That of a merged adapter lies deeper.
