@@ -22,8 +22,9 @@ from .identity import SETTINGS
 from .lock import holding
 from .model import ModelMixin
 from .optimizer import say_if_of_another_model
-from .resume import changed_settings, check_start, resume_path, why_callbacks_forget, why_never_resumed
+from .resume import check_start, resume_path, why_callbacks_forget, why_never_resumed
 from .rollout_buffer import RolloutBuffer
+from .same_run import changed_settings
 from .signals import StopOnSignal
 
 

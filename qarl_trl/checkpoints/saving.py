@@ -28,8 +28,8 @@ from .optimizer import (
     settings_of_groups,
     trained_fact,
 )
-from .resume import MADE, OPTIMIZER, TRAINED, WITHIN_BATCH
 from .rollout_buffer import RolloutBuffer
+from .same_run import MADE, OPTIMIZER, TRAINED, WITHIN_BATCH
 
 
 class CheckpointMixin(CallMixin):

@@ -17,7 +17,8 @@ from trl import DPOConfig, KTOConfig
 from qarl_trl import LowBitConfig, LowBitDistillationConfig, LowBitRLOOConfig, LowBitSFTConfig, QaRLConfig
 from qarl_trl.checkpoints.changes import RULES, SETTINGS_BY_RULE, Rule, compared_settings
 from qarl_trl.checkpoints.identity import PACKERS, SETTINGS, identity_of
-from qarl_trl.checkpoints.resume import WITHIN_BATCH, changed_settings, resume_path
+from qarl_trl.checkpoints.resume import resume_path
+from qarl_trl.checkpoints.same_run import WITHIN_BATCH, changed_settings
 from qarl_trl.learner.attention import use_packed_attention
 from qarl_trl.quant import apply_quantization
 
