@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import torch
@@ -22,6 +23,66 @@ SAMPLED = 64
 
 # By device and dtype.
 Samples = dict[Any, Tensor]
+
+
+class Seen(Enum):
+    """What a look at trained master weights saw."""
+
+    NOTHING = "they are unchanged since the last look"
+    STEP = "a change that was told, or shards, which cannot be compared"
+    WRITE = "others, of which nobody had told"
+
+
+class LastLook:
+    """The samples of a model's master weights when they were last looked at."""
+
+    def __init__(self) -> None:
+        # Of the weights that nobody trains; `None` before the first look.
+        self._untrained: Samples | None = None
+        # Of those that are trained, with the count of changes that belongs to it.
+        self._trained: tuple[int, Samples] | None = None
+
+    def saw_other_untrained(self, layers: Iterable[LowBitLayer]) -> bool:
+        """
+        Look at the weights that nobody trains.
+
+        Args:
+            layers: The low-bit layers of the model.
+
+        Returns:
+            Whether they are others than at the last look. At the first look they are not.
+        """
+        before = self._untrained
+        self._untrained = sample_weights(layers, trained=False)
+        return before is not None and not are_equal(before, self._untrained)
+
+    def at_trained(self, layers: Iterable[LowBitLayer], changes: int) -> Seen:
+        """
+        Look at the weights that are trained.
+
+        Args:
+            layers: The low-bit layers of the model.
+            changes: How many changes were told until now.
+
+        Returns:
+            What changed since the last look.
+        """
+        before = self._trained
+        samples = sample_weights(layers, trained=True)
+        self._trained = (changes, samples)
+
+        # An optimizer's step in between also counts if the weights are back where they were: low-bit weights that were
+        # kept since then are of others.
+        if before is None or before[0] != changes:
+            return Seen.STEP
+        if not are_equal(before[1], samples):
+            return Seen.WRITE
+        return Seen.NOTHING
+
+    def count(self, changes: int) -> None:
+        """Say that the trained weights of the last look are those after so many changes."""
+        if self._trained is not None:
+            self._trained = (changes, self._trained[1])
 
 
 def sample_weights(layers: Iterable[LowBitLayer], trained: bool) -> Samples:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from enum import Enum
 from typing import Any
 
 import torch
@@ -27,18 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from .kept import NOT_TRAINED, UNKNOWN, KeptWeights, State, identity
 from .layers.layer import LowBitLayer, quantized_modules
 from .quantize import LowBitWeight, largest_magnitude, quantize_weight
-from .samples import Samples, are_equal, sample, sample_weights
+from .samples import LastLook, Seen, sample
 from .sharding.gathers import GatheredWeight, is_master_shard, make_master_shards
 from .sharding.shards import is_partitioned, quantize_rows, quantize_shards
 from .stream import Gather, checkpoint_stream
-
-
-class Seen(Enum):
-    """What [`LowBitStore.refresh_trained`] saw of trained master weights."""
-
-    NOTHING = "they are unchanged since the last look"
-    STEP = "a change that was told, or shards, which cannot be compared"
-    WRITE = "others, of which nobody had told"
 
 
 class LowBitStore:
@@ -65,12 +56,9 @@ class LowBitStore:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._kept = KeptWeights()
-        # Of the master weights that nobody trains; `None` before the first look.
-        self._samples: Samples | None = None
-        # Whether the next forward looks at them.
+        self._last_look = LastLook()
+        # Whether the next forward looks at the master weights that nobody trains.
         self._look_is_due = False
-        # Of those that are trained, with the count of changes that belongs to it.
-        self._trained_samples: tuple[int, Samples] | None = None
         self._changes = 0
         self._is_told = False
         self._sharded = False
@@ -164,9 +152,8 @@ class LowBitStore:
         if self._sharded:
             return
 
-        before = self._samples
-        self._samples = sample_weights((layer for _, layer in self.layers()), trained=False)
-        if before is not None and not are_equal(before, self._samples):
+        layers = [layer for _, layer in self.layers()]
+        if self._last_look.saw_other_untrained(layers):
             self.forget()
 
     def refresh_trained(self) -> Seen:
@@ -181,27 +168,17 @@ class LowBitStore:
             self.weights_changed()
             return Seen.STEP
 
-        before = self._trained_samples
-        samples = sample_weights((layer for _, layer in self.layers()), trained=True)
-        # An optimizer's step in between also counts if the weights are back where they were: low-bit weights that were
-        # kept since then are of others.
-        if before is None or before[0] != self._changes:
-            seen = Seen.STEP
-        elif not are_equal(before[1], samples):
-            seen = Seen.WRITE
-        else:
-            seen = Seen.NOTHING
-
+        layers = [layer for _, layer in self.layers()]
+        seen = self._last_look.at_trained(layers, self._changes)
         if seen is not Seen.NOTHING:
             self.weights_changed()
-        self._trained_samples = (self._changes, samples)
+        self._last_look.count(self._changes)
         return seen
 
     def use_once(self) -> None:
         """Make low-bit weights again when asked, and let the next [`refresh_trained`] call that no change."""
         self.weights_changed()
-        if self._trained_samples is not None:
-            self._trained_samples = (self._changes, self._trained_samples[1])
+        self._last_look.count(self._changes)
 
     def forget(self) -> None:
         """

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .._compat.sharding import reshard
-from ..quant.store import LowBitStore, Seen
+from ..quant.samples import Seen
+from ..quant.store import LowBitStore
 from .user_code import is_of_library, method_of_user
 
 
