@@ -251,6 +251,7 @@ TRAIN = [
             ["sums.jsonl/x"],
         ),
         (["eval", "nowhere", "--suite", "nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["eval", "nowhere", "--suite", "sums.jsonl"], ["'nowhere' is no folder here"]),
         (["plan", "--config", "plan.yaml", "--memory", "1e308"], ["--memory"]),
         (["doctor", "--learning_rte", "1"], ["learning_rte", "Did you mean learning_rate?"]),
     ],

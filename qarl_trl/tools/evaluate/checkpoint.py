@@ -8,6 +8,7 @@ from pathlib import Path
 
 from compressed_tensors.quantization import QuantizationConfig
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from transformers import PretrainedConfig
 
 from ...export import adapter_base, files
@@ -48,7 +49,7 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
     """
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
-        folder = Path(snapshot_download(name_or_path, revision=revision, allow_patterns=list(files.READ_BY_ENGINE)))
+        folder = _download(name_or_path, revision)
     # vLLM (0.31) takes the path for a pattern when it looks for the weights: of run[1] it would load those of run1.
     if glob.has_magic(str(folder.absolute())):
         raise ValueError(f"A model's folder must have no *, ? or [ in its path, got {str(folder.absolute())!r}.")
@@ -77,6 +78,15 @@ def find_checkpoint(name_or_path: str, revision: str | None = None) -> tuple[Pat
     base, _ = find_checkpoint(*adapter_base.base_of(folder))
     adapter_base.check_base(folder, base)
     return base, folder
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """The folder of a model of the Hub, which is downloaded if it is not in the cache."""
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(files.READ_BY_ENGINE)))
+    except (LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        # Their words do not name it, and mostly a folder was meant.
+        raise FileNotFoundError(f"{name!r} is no folder here, and as a model of the Hub: {error}") from error
 
 
 def check_sizes(folder: Path, config: PretrainedConfig) -> None:
