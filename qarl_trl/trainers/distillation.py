@@ -86,7 +86,6 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
 
         # The fields that are set below are of this run: a script may make another trainer from its config.
         args = copy.copy(args)
-        loading_of_teacher = args.teacher_model_init_kwargs
         teacher_model = teacher_model or args.teacher_model_name_or_path
         learns_from_itself = teacher_model is None
         if learns_from_itself:
@@ -95,12 +94,6 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
                 args.teacher_model_init_kwargs = loading_of_own_start(args)
         # No name and no second model: the base weights below the student's adapter teach.
         shares_base = teacher_model is None
-        if shares_base and loading_of_teacher:
-            raise ValueError(
-                f"teacher_model_init_kwargs={loading_of_teacher!r} needs a teacher that is loaded: here "
-                "the base below the student's adapter teaches. Leave it out, or name the teacher "
-                "(teacher_model_name_or_path), also if it is the same model."
-            )
 
         # For cards, and for a resumed run, which must have the same teacher.
         self.learns_from_itself = learns_from_itself

@@ -23,29 +23,34 @@ from ..quant.layers.layer import multiplying
 from ..quant.names import adapter_configs, base_model
 
 
-def teaches_by_its_base(args: Any, peft_config: Any) -> bool:
+def teaches_by_its_base(args: Any, peft_config: Any, is_sharded: bool) -> bool:
     """
     Whether the base weights of an adapter are the teacher.
 
     Args:
         args: The config of the run.
         peft_config: The adapter that the run adds to its model; `None` without one.
+        is_sharded: Whether FSDP2 or ZeRO-3 shards the run.
+
+    Raises:
+        ValueError: if they are, and the config has settings for a teacher that is loaded.
     """
     # The base would attend to the rounded keys and values of the student.
-    if args.aligned_cache is not None:
+    rounds_cache = args.aligned_cache is not None
+    if rounds_cache or is_sharded or not _base_never_changes(args, peft_config):
         return False
-    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
-    return base_never_changes(args, peft_config) and not is_sharded
+
+    if args.teacher_model_init_kwargs:
+        raise ValueError(
+            f"teacher_model_init_kwargs={args.teacher_model_init_kwargs!r} needs a teacher that is loaded: here "
+            "the base below the student's adapter teaches. Leave it out, or name the teacher "
+            "(teacher_model_name_or_path), also if it is the same model."
+        )
+    return True
 
 
-def base_never_changes(args: Any, peft_config: Any) -> bool:
-    """
-    Whether a run keeps the weights of its start, below an adapter.
-
-    Args:
-        args: The config of the run.
-        peft_config: The adapter that the run adds to its model; `None` without one.
-    """
+def _base_never_changes(args: Any, peft_config: Any) -> bool:
+    """Whether a run keeps the weights of its start, below an adapter."""
     if peft_config is None or args.frozen:
         return False
     # Of such modules, among them the output layer, the adapter trains copies.
@@ -85,10 +90,13 @@ def teacher_of_own_start(model: str | nn.Module, args: Any, peft_config: Any) ->
         `None` if the base of the adapter teaches.
 
     Raises:
-        ValueError: as [`check_own_start`].
+        ValueError: as [`check_own_start`] and [`teaches_by_its_base`].
     """
     check_own_start(model, args)
-    return None if teaches_by_its_base(args, peft_config) else own_start(model)
+    is_sharded = fsdp_settings(args) is not None or is_zero3(args)
+    if teaches_by_its_base(args, peft_config, is_sharded):
+        return None
+    return own_start(model)
 
 
 def own_start(model: str | nn.Module) -> str | nn.Module:

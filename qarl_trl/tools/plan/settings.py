@@ -14,7 +14,7 @@ from ...quant.source import quantized_source
 from ...quant.supported import SchemeSupport
 from ...rollout.scheme_support import default_engine_kwargs
 from ...rollout.vllm.adapters import engine_rank
-from ...trainers.teacher import base_never_changes, check_own_start, loading_of_own_start
+from ...trainers.teacher import check_own_start, loading_of_own_start, teaches_by_its_base
 from ...validate.adapters import check_adapter
 from ...validate.kv_cache import check_cache_device
 from ...validate.parallel import check_parallel
@@ -267,7 +267,7 @@ def _teacher_of(name: str, config: PretrainedConfig, settings: Any, adapter: Any
         check_own_start(name, settings)
         if settings.from_checkpoint or is_quantized(name):
             raise ValueError("teacher_model_name_or_path is missing: a quantized checkpoint has nothing to teach.")
-        if base_never_changes(settings, adapter) and not fsdp2:
+        if teaches_by_its_base(settings, adapter, is_sharded=fsdp2):
             return Teacher("the base of the adapter", (), config.get_text_config(), positions)
         loading = loading_of_own_start(settings)
 

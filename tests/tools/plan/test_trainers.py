@@ -83,6 +83,11 @@ def test_a_recipe_is_taken_for_what_its_keys_say(capsys, argv, first_line):
         ),
         (DISTILL, ["--teacher_model_name_or_path", "Qwen/Qwen2.5-7B"], "vocabulary of 151936 tokens, got 152064"),
         (DISTILL, ["--quant_scheme", "none"], "teacher_model_name_or_path is missing"),
+        (
+            DISTILL,
+            [*LORA, "--sharding", "ddp", "--teacher_model_init_kwargs", '{"revision": "v2"}'],
+            "needs a teacher that is loaded",
+        ),
         (DISTILL, ["--gpu", "h100", "--from", "somewhere"], "--from corrects seconds, which plan does not estimate"),
         (SFT, ["--max_length", "null"], "max_length"),
     ],
