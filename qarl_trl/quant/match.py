@@ -26,7 +26,7 @@ from .layers.experts import (
     layout_of,
 )
 from .layers.layer import quantized_modules
-from .names import base_model, checkpoint_modules, checkpoint_renaming, is_peft_model
+from .names import base_model, check_adapters_of_peft, checkpoint_modules, checkpoint_renaming, is_peft_model
 from .patterns import check_patterns, patterns_of
 from .quantize import PACKED_TOGETHER
 from .scheme import DEFAULT_IGNORE, INDEXERS, ROUTERS, effective_group_size, has_global_scale, scheme_for, support_of
@@ -271,8 +271,7 @@ def check_model(model: nn.Module) -> None:
             "or load a compressed-tensors one with qarl_trl.quant.start.load_master_weights."
         )
 
-    if not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules()):
-        raise ValueError("LoRA layers without a PeftModel: a sync would miss them. Use peft.get_peft_model.")
+    check_adapters_of_peft(model)
 
 
 def check_layers(model: Any, layers: list[Matched], frozen: bool) -> None:

@@ -93,6 +93,26 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if is_peft_model(model) else model
 
 
+def check_adapters_of_peft(model: nn.Module) -> None:
+    """
+    Refuse an adapter that no `PeftModel` has: syncs and files would miss it.
+
+    Args:
+        model: A model, or a `PeftModel`.
+
+    Raises:
+        ValueError: also for one below a `PeftModel`, which transformers loaded before peft wrapped the model.
+    """
+    base: Any = base_model(model)
+    by_transformers = getattr(base, "_hf_peft_config_loaded", False)
+    without_peft = not is_peft_model(model) and any(hasattr(module, "lora_A") for module in model.modules())
+    if by_transformers or without_peft:
+        raise ValueError(
+            "LoRA layers without a PeftModel: a sync would miss them. Load the base alone, and its adapter by "
+            "peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)."
+        )
+
+
 def config_wrongly_ties_head(model: PreTrainedModel) -> bool:
     """
     Whether a config says that output layer and embedding share a matrix, and they do not.

@@ -11,13 +11,14 @@ from accelerate.logging import get_logger
 from huggingface_hub import constants
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.utils import find_adapter_config_file
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from .._compat.versions import check_versions
-from ..quant.names import adapter_configs, base_model
+from ..quant.names import OF_THE_HUB, adapter_configs, base_model, check_adapters_of_peft
 from ..quant.sharding.shards import shape_of
 from .layers import OTHER_HEADS
-from .model import changed_by_loading
+from .model import changed_by_loading, loading_arguments
 from .types import RunSettings, TrainerArguments
 
 
@@ -46,6 +47,7 @@ def check_adapters(model: str | nn.Module, peft_config: Any, args: RunSettings) 
         ImportError: if peft is missing, or has an untested version.
         ValueError: for an adapter whose forward the engine would not have, and for a frozen base without an adapter.
     """
+    _check_start(model, args)
     if args.frozen and not (isinstance(model, str) and peft_config):
         raise ValueError(
             "lora_base='frozen' needs an adapter (use_peft: true; in a script peft_config), and the name of a model: "
@@ -58,6 +60,21 @@ def check_adapters(model: str | nn.Module, peft_config: Any, args: RunSettings) 
     for adapter in adapters:
         check_adapter(adapter, args)
     return adapters
+
+
+def _check_start(model: str | nn.Module, args: RunSettings) -> None:
+    """Refuse (`ValueError`) a start into whose layers transformers has loaded an adapter, or would load one."""
+    if isinstance(model, nn.Module):
+        check_adapters_of_peft(model)
+        return
+
+    of_hub = {name: value for name, value in loading_arguments(args).items() if name in OF_THE_HUB}
+    if find_adapter_config_file(model, **of_hub) is not None:
+        raise ValueError(
+            f"{model} must be a model, got one with an adapter (adapter_config.json): transformers would load it into "
+            "the layers, where syncs miss it. Merge the two (merge_and_unload of peft) and start from that; or move "
+            "the file away, if another run left it there."
+        )
 
 
 def check_adapter(config: Any, args: RunSettings) -> None:

@@ -129,6 +129,22 @@ def test_the_adapters_of_a_peft_model_are_checked_too(tmp_path, tiny_model):
     check_arguments(plain, config(tmp_path), {})  # control
 
 
+def test_an_adapter_that_transformers_loads_into_the_layers_is_refused(tmp_path, tiny_model):
+    """Its tensors would be lost in every sync and file: a second adapter of the same name replaces it."""
+    folder = tmp_path / "start"
+    tiny_model(num_hidden_layers=1).save_pretrained(folder)
+    check_arguments(str(folder), config(tmp_path), {"peft_config": lora()})  # control
+    get_peft_model(tiny_model(num_hidden_layers=1), lora()).save_pretrained(folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+
+    # Also after peft has wrapped what transformers loaded.
+    for model in (loaded, get_peft_model(loaded, lora(), adapter_name="second")):
+        with pytest.raises(ValueError, match=r"without a PeftModel.* Load the base alone"):
+            check_arguments(model, config(tmp_path), {})
+    with pytest.raises(ValueError, match="must be a model, got one with an adapter"):
+        check_arguments(str(folder), config(tmp_path), {"peft_config": lora()})
+
+
 def trains(model, part):
     """Train the parameters with a part of a name, beside the adapter."""
     for name, parameter in model.named_parameters():
