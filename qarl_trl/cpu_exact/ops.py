@@ -18,7 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.masking_utils import flash_attention_mask
 
 from ..quant.kv_cache import register_with_cache, round_to_cache
-from ..quant.rest import rounded
+from ..quant.rest import leave_with_rest, rounded
 from . import kernels
 from .arithmetic import choose_arithmetic
 
@@ -315,3 +315,4 @@ def _exact_attention(query: Tensor, key: Tensor, value: Tensor, lengths: list[in
 AttentionInterface.register(ATTENTION, engine_attention)
 AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # the padding mask itself, or None
 register_with_cache(ATTENTION, engine_attention, flash_attention_mask)
+leave_with_rest(leave_engine_ops)

@@ -170,19 +170,19 @@ class SharingMixin:
 
         Raises:
             TypeError: for an argument that neither this method nor [`create_model_card`] has.
-            ValueError: as [`check_pushed_adapter`].
-            OSError: if the Hub cannot be reached or refuses. The model has been saved by then.
+            ValueError: as [`check_pushed_adapter`]. The model has been saved by then.
+            OSError: if the Hub cannot be reached or refuses. The model has been saved, too.
         """
         # By that method's signature, before anything is saved: an argument that nobody reads would look as if it
         # counted.
         named = inspect.signature(self.create_model_card).bind(**of_card).arguments
         target = _Target(token or self.args.hub_token, revision or self.args.hub_revision)
 
-        check_pushed_adapter(self._unwrapped, self.args)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self._name_facts(named.get("dataset_name"), named.get("tags"))
         # Saved before any request to the Hub, so that nothing is lost if one fails. It writes the cards.
         self.save_model(_internal_call=True)
+        check_pushed_adapter(self._unwrapped, self.args)
         if not self.is_world_process_zero():
             return None
 

@@ -103,8 +103,8 @@ def apply_quantization(
 
 def remove_quantization(model: nn.Module) -> nn.Module:
     """
-    Give every low-bit layer of `model` its former class, and take its attention off an engine's FP8 cache and its
-    norms and embeddings off rounded weights. Master weights do not change.
+    Give every low-bit layer of `model` its former class, and take its attention off an engine's FP8 cache, its norms
+    and embeddings off rounded weights, and all of it off a CPU engine's operations. Master weights do not change.
 
     Args:
         model: Modified in place.

@@ -6,6 +6,7 @@ A sync sends bfloat16, so an update that is too small for it would change the le
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from .layers.layer import LowBitLayer
 
 # Where an embedding keeps its hook of `round_rest`.
 _HOOK = "_qarl_rounding"
+# What takes roundings of other folders off a model: they know this one, and it does not know them.
+_LEAVE_TOO: list[Callable[[nn.Module], None]] = []
 
 
 class _Rounded(torch.autograd.Function):
@@ -60,17 +63,30 @@ def round_rest(model: nn.Module) -> None:
 
 def leave_rest(model: nn.Module) -> None:
     """
-    Take `round_rest` back.
+    Take back `round_rest`, and the roundings of [`leave_with_rest`].
 
     Args:
         model: Modified in place.
     """
+    for leave in _LEAVE_TOO:
+        leave(model)
+
     for module in model.modules():
         hook = vars(module).pop(_HOOK, None)
         if hook is not None:
             hook.remove()
         if isinstance(module, _RoundedVectors):
             module.__class__ = _stock_of(module)
+
+
+def leave_with_rest(leave: Callable[[nn.Module], None]) -> None:
+    """
+    Let [`leave_rest`] take other roundings off a model, too.
+
+    Args:
+        leave: Takes them off. It is called with models that do not have them, too.
+    """
+    _LEAVE_TOO.append(leave)
 
 
 class _RoundedVectors(nn.Module):

@@ -291,7 +291,8 @@ class LowBitStore:
     def _state_of(self, layer: LowBitLayer, name: str, parameters: list[Any]) -> State:
         """The state of the master weights that a low-bit weight would be made from now."""
         # A layer that shares its global scale changes with the weights of the others.
-        changes = self._changes_of([*parameters, *(other.weight for other in layer.merged_with)])
+        sources = [*parameters, *(other.weight for other in layer.merged_with)]
+        changes = self._changes_of(sources)
         others = layer.depends_on(name)
         if self._sharded or any(map(_is_shard, parameters)):
             # For shards address and version mean nothing: FSDP frees a parameter and gathers it again with the same
@@ -300,7 +301,7 @@ class LowBitStore:
 
         if changes == NOT_TRAINED and not self._is_told:
             # Nobody says when somebody writes through `param.data`, as an average of weights (EMA) in a copied model.
-            others = (*others, *(_numbers_of(param) for param in parameters))
+            others = (*others, *(_numbers_of(param) for param in sources))
         return State(changes, others, tuple(identity(param) for param in parameters))
 
     def _changes_of(self, parameters: list[Any]) -> int:

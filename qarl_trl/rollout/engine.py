@@ -32,6 +32,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from .._compat.rollout_batch import extracted_by
 from ..guards import all_or_none, on_first
+from ..quant.layers.late_adapters import check_late_adapters
 from ..quant.names import is_peft_model
 from ..quant.store import iter_low_bit_weights
 from ..quant.stream import renamed_stream
@@ -230,6 +231,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         if self.frozen:
             from ..quant.layers.frozen import adapter_tensors  # imports peft
 
+            check_late_adapters(self.model)
             yield from adapter_tensors(self.model)
 
     @property

@@ -25,6 +25,7 @@ from qarl_trl.cpu_exact.ops import (
     unsupported,
     use_engine_ops,
 )
+from qarl_trl.quant import apply_quantization, remove_quantization
 from qarl_trl.quant.kv_cache import round_to_cache
 
 
@@ -530,7 +531,9 @@ def test_a_cache_of_transformers_is_an_error():
 @pytest.mark.parametrize(("config", "architecture"), MODELS)
 def test_a_model_that_left_the_engines_operations_is_as_before(config, architecture, copied):
     tokens = torch.tensor([[3, 4, 5, 6, 7]])
-    expected = make_model(config, architecture)(tokens).logits
+    # The operations count positions without padding, on its left too.
+    mask = torch.tensor([[0, 0, 1, 1, 1]])
+    expected = make_model(config, architecture)(tokens, attention_mask=mask).logits
 
     model = with_engine_ops(config, architecture)
     if copied:
@@ -540,11 +543,23 @@ def test_a_model_that_left_the_engines_operations_is_as_before(config, architect
     leave_engine_ops(model)
 
     assert not has_engine_ops(model)
-    assert torch.equal(model(tokens).logits, expected)
+    assert torch.equal(model(tokens, attention_mask=mask).logits, expected)
     # And a model that does not have them stays as it is.
     leave_engine_ops(model)
-    assert torch.equal(model(tokens).logits, expected)
+    assert torch.equal(model(tokens, attention_mask=mask).logits, expected)
     # Control: with them, it rounds.
     use_engine_ops(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not torch.equal(model(tokens).logits, expected)
+        assert not torch.equal(model(tokens, attention_mask=mask).logits, expected)
+
+
+def test_a_model_without_quantization_is_off_the_engines_operations():
+    """A script may give it to TRL's own trainer, or copy it for a teacher."""
+    model = with_engine_ops(Qwen3Config, Qwen3ForCausalLM)
+    apply_quantization(model, "W4A16", group_size=32)
+    assert has_engine_ops(model)  # control
+
+    remove_quantization(model)
+
+    tokens = torch.tensor([[3, 4, 5, 6, 7]])
+    assert torch.equal(model(tokens).logits, make_model()(tokens).logits)

@@ -621,6 +621,8 @@ def test_an_adapter_that_is_saved_in_a_folder_of_its_own_is_not_pushed_as_anothe
     with pytest.raises(ValueError, match="must be named 'default'"):
         trainer.push_to_hub()
     assert "me/toy" not in hub.branches
+    # A script that ends there has not lost it: this is the folder that the error names.
+    assert (tmp_path / "policy" / "adapter_model.safetensors").is_file()
 
     # Control: a run in low bits pushes its merged model, whatever the name of the adapter.
     pushing(policy, tmp_path / "low").push_to_hub()

@@ -545,6 +545,19 @@ def test_a_frozen_copy_that_follows_the_policy_through_its_data_is_made_again():
     assert is_low_bit_form_of(teacher[0].low_bit(), teacher[0].weight)
 
 
+def test_a_frozen_copy_follows_the_shared_global_scale_through_the_data_of_another_layer():
+    model = apply_quantization(Attention(), NVFP4)
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    before = teacher.k_proj.low_bit().tensors["weight_global_scale"]
+    assert teacher.k_proj.low_bit().tensors["weight_global_scale"] is before  # control: it is kept
+
+    teacher.q_proj.weight.data.mul_(10)
+
+    scale = teacher.q_proj.low_bit().tensors["weight_global_scale"]
+    assert not torch.equal(scale, before)
+    assert torch.equal(teacher.k_proj.low_bit().tensors["weight_global_scale"], scale)
+
+
 def test_a_copy_of_a_part_belongs_to_no_model_until_it_is_attached():
     model = two_layer_model()
 

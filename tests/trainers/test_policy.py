@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qarl_trl.cpu_exact.ops import has_engine_ops, use_engine_ops
 from qarl_trl.quant.rest import rounded
 from qarl_trl.trainers.policy import prepare_policy
 from trainers.test_settings import VLLM, LowBitGRPOConfig
@@ -24,6 +25,18 @@ def test_a_run_without_an_fp8_cache_forgets_that_of_an_earlier_run(tiny_model, t
 
     assert torch.equal(model(TOKENS).logits, stock)
     assert not torch.equal(with_cache, stock)  # control
+
+
+def test_a_run_beside_no_cpu_engine_forgets_the_operations_of_an_earlier_run(tiny_model, tmp_path):
+    model = tiny_model()
+    stock = model(TOKENS).logits
+    use_engine_ops(model)
+
+    args = LowBitGRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", quant_scheme="none")
+    prepare_policy(model, args, None)
+
+    assert not has_engine_ops(model)
+    assert torch.equal(model(TOKENS).logits, stock)
 
 
 @pytest.mark.parametrize(

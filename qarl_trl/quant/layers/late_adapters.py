@@ -20,13 +20,15 @@ def check_late_adapters(model: nn.Module) -> None:
 
     Raises:
         RuntimeError: with the name of the layer.
-        ValueError: if the active adapter has settings with which it does not merge. It may have come later, too.
+        ValueError: if an active adapter has settings with which it does not merge. It may have come later, too.
     """
     if is_peft_model(model):
         from .lora import check_lora_config  # imports peft
 
         peft_model: Any = model
-        check_lora_config(peft_model.peft_config[peft_model.active_adapter])
+        # Those with which the layers compute. The model may name another one.
+        for adapter in peft_model.base_model.active_adapters:
+            check_lora_config(peft_model.peft_config[adapter])
 
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A") or isinstance(module, LowBitLayer):

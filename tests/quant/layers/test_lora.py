@@ -321,13 +321,16 @@ def test_an_adapter_that_comes_after_the_quantization_is_refused(tiny_model):
         list(iter_low_bit_weights(model))
 
 
+@pytest.mark.parametrize("of_layers", [False, True])
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_dropout": 0.5}])
-def test_settings_of_an_adapter_that_comes_later_are_those_that_the_forward_has(tiny_model, settings):
+def test_settings_of_an_adapter_that_comes_later_are_those_that_the_forward_has(tiny_model, settings, of_layers):
     model = apply_quantization(with_adapters(tiny_model()), "W4A16")
     layers = model.peft_config["default"].target_modules
     model.add_adapter("late", LoraConfig(target_modules=layers, **settings))
     list(iter_low_bit_weights(model))  # nobody uses it
-    model.set_adapter("late")
+    # The latter leaves `model.active_adapter` as it is.
+    activated = model.base_model if of_layers else model
+    activated.set_adapter("late")
 
     with pytest.raises(ValueError, match=next(iter(settings))):
         list(iter_low_bit_weights(model))

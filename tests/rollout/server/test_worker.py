@@ -6,6 +6,8 @@ import pytest
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
+from qarl_trl.rollout.server import worker as worker_module
+from qarl_trl.rollout.server.facts import RANDOM
 from qarl_trl.rollout.server.files import save_parts
 from qarl_trl.rollout.server.worker import WorkerExtension
 from qarl_trl.rollout.vllm import adapters, reloading
@@ -86,6 +88,20 @@ def test_an_adapter_alone_needs_the_base_of_its_own_run(worker, tmp_path, monkey
     assert model.qarl_version == "run-2"
     assert loaded == ["run-1", "run-2"]
     assert worker.seen == [None]
+
+
+def test_weights_are_random_until_a_sync_and_unknown_after_a_failed_one(worker, monkeypatch):
+    monkeypatch.setattr(worker_module, "engine_facts", lambda *_: {})
+    worker.vllm_config.model_config.hf_config = SimpleNamespace(to_dict=dict)
+    worker.vllm_config.cache_config = SimpleNamespace(cache_dtype="auto")
+    assert worker.qarl("qarl_state")["version"] == RANDOM
+
+    worker.qarl("qarl_load", "run-1", 1)
+    assert worker.qarl("qarl_state")["version"] == "run-1"
+
+    worker.fails = True
+    worker.qarl("qarl_load", "run-1", 1)
+    assert worker.qarl("qarl_state")["version"] is None
 
 
 def test_after_a_failed_reload_no_sync_is_taken(worker):
