@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,17 +143,21 @@ def _full_checkpoint(name: str, loading: dict[str, Any]) -> ExportSource:
     return ExportSource(base=name, load=partial(_load_whole, name, **loading))
 
 
-def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
+def _load_whole(name: str, architecture: Any = None, adapter: str | None = None, **hub: Any) -> Any:
     """
     A model in high precision; `ValueError` if its checkpoint lacks weights.
 
     Args:
         name: Its folder or Hub id.
         architecture: Its class; default: that of its config, as in training, or a causal language model.
+        adapter: Folder of an adapter that is put on it, if any.
         hub: May have the revision and `trust_remote_code`.
     """
     architecture = architecture or _class_of(name, **hub)
-    model, report = architecture.from_pretrained(name, dtype=_dtype_of(name), output_loading_info=True, **hub)
+    folders = [_folder_of_weights(name, hub.get("revision"))]
+    if adapter is not None:
+        folders.append(Path(adapter))
+    model, report = architecture.from_pretrained(name, dtype=_dtype_of(*folders), output_loading_info=True, **hub)
     # transformers makes up random weights for them, and only prints a table.
     wrong = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if wrong:
@@ -166,25 +169,39 @@ def _load_whole(name: str, architecture: Any = None, **hub: Any) -> Any:
     return model
 
 
-def _dtype_of(name: str) -> Any:
+def _folder_of_weights(name: str, revision: str | None) -> Path:
+    """The folder with the safetensors of a model; those of a Hub id are downloaded, as loading it does."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return Path(name)
+    patterns = ["model.safetensors", "model-*.safetensors"]
+    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def _dtype_of(*folders: Path) -> Any:
     """
-    The dtype in which a checkpoint loads without rounding: float32 if most of its numbers are stored so, whatever its
-    config says, as training reads them; else transformers' choice, by the config.
+    The dtype in which the weights of a model load without rounding, whatever its config says: the one of 16 bits that
+    all of them have, or float32, in which training loads them. Among the folders may be that of an adapter.
     """
     import torch
     from safetensors import safe_open
 
     from ...export.files import weight_files
 
-    if not Path(name).is_dir():
-        return "auto"
-    numbers = {True: 0, False: 0}
-    for file in weight_files(Path(name)):
+    stored = set()
+    for file in [file for folder in folders for file in weight_files(folder)]:
         with safe_open(file, "pt") as weights:
-            for tensor in weights.keys():  # noqa: SIM118, it is no dictionary
-                part = weights.get_slice(tensor)
-                numbers[part.get_dtype() == "F32"] += math.prod(part.get_shape())
-    return torch.float32 if numbers[True] > numbers[False] else "auto"
+            for name in weights.keys():  # noqa: SIM118, it is no dictionary
+                # peft has the factors of an adapter in float32 beside any base, and its other tensors in the base.
+                if ".lora_" not in name:
+                    stored.add(weights.get_slice(name).get_dtype())
+
+    # Low bits decompress to the dtype of their scales.
+    high = stored & {"F64", "F32", "F16", "BF16"}
+    if high == {"BF16"}:
+        return torch.bfloat16
+    return torch.float16 if high == {"F16"} else torch.float32
 
 
 def _class_of(name: str, **hub: Any) -> Any:
@@ -244,7 +261,7 @@ def _load_onto_whole_base(base: str, adapter: str, tokenizer: str, hub: dict[str
         architecture = AutoModelForCausalLM
 
     # Not by PEFT's class for both, which would take a base that lacks weights.
-    model = _load_whole(base, architecture, **hub)
+    model = _load_whole(base, architecture, adapter, **hub)
     # As that class does: a training may have added tokens.
     tokens = len(AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=hub.get("trust_remote_code", False)))
     # Of an embedding that a script resized, also beyond its tokenizer, the adapter has all rows.
@@ -319,15 +336,16 @@ def _adapter_of_quantized_base(
 
     return ExportSource(
         base=quantized_base.name,
-        load=partial(_load_onto_quantized_base, quantized_base.name, adapter, hub),
+        load=partial(_load_onto_quantized_base, quantized_base, adapter, hub),
         quantized_base=quantized_base,
         frozen=frozen,
     )
 
 
-def _load_onto_quantized_base(base: str, adapter: str, hub: dict[str, Any]) -> Any:
+def _load_onto_quantized_base(base: CheckpointSource, adapter: str, hub: dict[str, Any]) -> Any:
     """The adapter as a `PeftModel`, on the base's low bits as high-precision weights."""
     from ...quant.start import load_master_weights
 
     # PEFT would load the base by transformers, whose model has no weights that could be quantized again.
-    return _with_adapter(load_master_weights(base, dtype="auto", **hub), adapter)
+    dtype = _dtype_of(base.folder, Path(adapter))
+    return _with_adapter(load_master_weights(base.name, dtype=dtype, **hub), adapter)
