@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> None:
     from transformers import GenerationConfig
     from transformers.trainer_utils import align_special_tokens
 
+    from ...checkpoints.models import loaded_base_fact
     from ...export import check_target, check_writable, save_low_bit
     from ...export.card import write_card
     from ...export.card_facts import base_facts
@@ -75,6 +76,8 @@ def main(argv: Sequence[str]) -> None:
         # As the run did: an adapter has no generation config, in which answers would end at the base's token alone.
         align_special_tokens(model, tokenizer)
     trained = layers_of_run(args.checkpoint, model)
+    # As a run computes it: before its layers are quantized.
+    loaded = loaded_base_fact(model)
     apply_quantization(
         model,
         scheme=_scheme(args, source),
@@ -95,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
         is_other = say_if_trained_as_another_model(args.checkpoint, args.output, trained, model)
         # A frozen base has been compared before.
         if is_adapter and not is_other and not source.frozen:
-            say_if_base_differs(args.checkpoint, args.output, source.base, trained)
+            say_if_base_differs(args.checkpoint, args.output, source.base, trained, loaded)
     write_card(folder, **base_facts(source.base))
 
     # Only here: an adapter with master weights below it was merged in training, too.

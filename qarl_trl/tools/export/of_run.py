@@ -11,16 +11,21 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from safetensors import safe_open
+from torch import Tensor
 
 from ...checkpoints.folder import MANIFEST
-from ...checkpoints.identity import scheme_fact
+from ...checkpoints.identity import BASE, SETTINGS, scheme_fact
 from ...checkpoints.models import weights_fact
 from ...export.adapter_base import BASE_CONFIG
-from ...export.files import LOW_BIT_FOLDER, weight_files
+from ...export.files import ADAPTER_CONFIG, LOW_BIT_FOLDER, weight_files
 from ...quant.layers.layer import LowBitLayer
 from ...quant.match import match_layers
 from ...quant.names import checkpoint_modules, computed_by
 from ...quant.scheme import describe_scheme
+
+
+# So many bytes, and a thousandth of all, may differ in a tensor of a merged layer: a GPU adds up in another order.
+_ROUNDED_OTHERWISE = 4
 
 
 def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[str, str], model: Any) -> bool:
@@ -56,7 +61,7 @@ def say_if_trained_as_another_model(checkpoint: str, output: str, trained: dict[
     return True
 
 
-def say_if_base_differs(checkpoint: str, output: str, base: str, trained: dict[str, str]) -> None:
+def say_if_base_differs(checkpoint: str, output: str, base: str, trained: dict[str, str], loaded: str) -> None:
     """
     Print a line if an adapter was trained on another base than the one into which it was merged: its folder has been
     replaced since, a script had changed the model, or it was loaded with another config.
@@ -66,7 +71,10 @@ def say_if_base_differs(checkpoint: str, output: str, base: str, trained: dict[s
         output: The folder that was written.
         base: The folder of the base, or its Hub id.
         trained: The layers of the run, from [`layers_of_run`], which are those of the output.
+        loaded: The digest of the base as it was loaded here, from [`loaded_base_fact`].
     """
+    manifest = Path(checkpoint, MANIFEST)
+    run = json.loads(manifest.read_text()) if manifest.is_file() else {}
     low_bit = Path(checkpoint, LOW_BIT_FOLDER)
     if (low_bit / "config.json").is_file():
         differing = _differing_entries(low_bit, Path(output)) or _differing_tensors(low_bit, Path(output), trained)
@@ -75,17 +83,30 @@ def say_if_base_differs(checkpoint: str, output: str, base: str, trained: dict[s
                 f"{output} is another model than {low_bit}, which the run saved: {differing[0]} differs. {base} is "
                 "not the base as the run had it."
             )
-        return
-
-    manifest = Path(checkpoint, MANIFEST)
-    if not manifest.is_file() or not Path(base).is_dir():
-        return
-    before = json.loads(manifest.read_text()).get("weights")
-    if before is not None and before != weights_fact(base, None):
+            return
+    elif Path(base).is_dir() and run.get("weights") not in (None, weights_fact(base, None)):
         print(
             f"{base} has other files than in the run (weights, config or tokenizer): {output} may be another model "
             "than the one that was trained."
         )
+        return
+
+    if _has_digest_of_file(run) and run[BASE] != loaded:
+        print(
+            f"{output} is another model than the one that was trained: {base} has other weights than the run had "
+            "below its adapter. If a script had changed them, as by merging an adapter of an earlier stage, save that "
+            f"model, and name its folder as base_model_name_or_path in {Path(checkpoint, ADAPTER_CONFIG)}."
+        )
+
+
+def _has_digest_of_file(run: dict[str, Any]) -> bool:
+    """Whether the manifest of a run has a digest of its loaded base that the same files give here."""
+    settings = run.get(SETTINGS, {})
+    # In 16 bits it had rounded them.
+    is_whole = settings.get("model_init_kwargs", {}).get("dtype") == "float32"
+    # Of another model; TRL then gives the embedding other rows, which the adapter has.
+    has_other_template = bool(settings.get("chat_template_path"))
+    return BASE in run and is_whole and not has_other_template
 
 
 def _differing_entries(one: Path, other: Path) -> list[str]:
@@ -96,17 +117,29 @@ def _differing_entries(one: Path, other: Path) -> list[str]:
 
 
 def _differing_tensors(one: Path, other: Path, low_bit_layers: Iterable[str]) -> list[str]:
-    """The tensors that two models have in high precision, and that differ. Merging may round those in low bits."""
+    """The tensors in which two models differ; in low bits by more than merging on another device may."""
     layers = set(low_bit_layers)
     first = _open_tensors(one)
     second = _open_tensors(other)
     differing = []
     for name in sorted(first):
-        if name.rpartition(".")[0] in layers:
+        if name not in second:
+            differing.append(name)
             continue
-        if name not in second or not torch.equal(first[name].get_tensor(name), second[name].get_tensor(name)):
+        in_low_bits = name.rpartition(".")[0] in layers
+        if not _are_same(first[name].get_tensor(name), second[name].get_tensor(name), in_low_bits):
             differing.append(name)
     return differing
+
+
+def _are_same(one: Tensor, other: Tensor, in_low_bits: bool) -> bool:
+    """Whether two tensors have the same bytes, of a merged layer in low bits almost all of them."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    # As bytes: torch compares no float8.
+    differ = one.flatten().view(torch.uint8) != other.flatten().view(torch.uint8)
+    tolerated = _ROUNDED_OTHERWISE + differ.numel() // 1000 if in_low_bits else 0
+    return int(differ.sum()) <= tolerated
 
 
 def _open_tensors(folder: Path) -> dict[str, Any]:
