@@ -130,6 +130,14 @@ class CheckpointSource:
         """
         index = self.folder / INDEX
         one = self.folder / "model.safetensors"
+        if not index.exists() and not one.exists():
+            others = sorted(file.name for file in self.folder.glob("pytorch_model*.bin"))
+            raise ValueError(
+                f"{self.name} must have {one.name} or {index.name}, got {', '.join(others) or 'neither'}. Only "
+                "safetensors are read here. Download what is missing, or write them from a pytorch_model.bin: "
+                f"AutoModelForCausalLM.from_pretrained({self.name!r}, dtype='float32').save_pretrained(FOLDER), and "
+                "the tokenizer beside them."
+            )
         if not index.exists():
             return [one]
         if one.exists():

@@ -329,6 +329,21 @@ def test_a_cut_file_is_named(copied):
         load_master_weights(str(folder))
 
 
+@pytest.mark.parametrize("beside", ["pytorch_model.bin", None])
+def test_a_base_without_safetensors_is_told_what_it_needs(unquantized, tmp_path, beside):
+    """The files that it has are whole: to download them again would not help."""
+    plan = single_group(resolve_scheme("W4A16"), ["Linear"], ["lm_head"])
+    load_frozen_base(str(unquantized), plan)  # control
+    folder = shutil.copytree(unquantized, tmp_path / "bin")
+    if beside is not None:
+        torch.save(load_file(folder / WEIGHTS), folder / beside)
+    (folder / WEIGHTS).unlink()
+
+    needed = rf"must have model\.safetensors or .*, got {beside or 'neither'}\..*save_pretrained"
+    with pytest.raises(ValueError, match=needed):
+        load_frozen_base(str(folder), plan)
+
+
 @pytest.mark.parametrize("change", [{"quant_method": "gptq"}, {"transform_config": {"config_groups": {"u": {}}}}])
 def test_a_checkpoint_of_another_kind_is_refused(copied, change):
     folder = copied()
