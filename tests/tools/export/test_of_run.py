@@ -3,12 +3,14 @@
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
+from datasets import Dataset
 from peft import PeftModel, get_peft_model
 from toy_runs import adapter, make
 from transformers import AutoModelForCausalLM
 
 from qarl_trl import cli
 from qarl_trl.tools.export.of_run import _are_same
+from qarl_trl.trainers import LowBitSFTConfig, LowBitSFTTrainer
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +75,33 @@ def test_low_bits_of_another_device_are_the_same(in_low_bits, differ, are_same):
 
     assert _are_same(one, other, in_low_bits) == are_same
     assert not _are_same(one, other.float(), in_low_bits)
+
+
+def test_export_of_a_run_with_the_template_of_another_model_is_that_of_the_run(tmp_path, capsys):
+    """TRL gives the embedding other rows after it has loaded the model, and adds no token if these are 64."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<{number}>" for number in range(64 - len(tokenizer))])
+    tokenizer.chat_template = "{{ messages }}"
+    model = tmp_path / "model"
+    make_model(num_hidden_layers=1, vocab_size=128).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+
+    args = LowBitSFTConfig(
+        output_dir=str(tmp_path / "run"),
+        chat_template_path=str(model),
+        quant_group_size=32,
+        export_low_bit=False,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        max_steps=1,
+        save_steps=1,
+    )
+    data = Dataset.from_list([{"text": "1+1=2"}] * 8)
+    trainer = LowBitSFTTrainer(str(model), args, train_dataset=data, peft_config=adapter())
+    trainer.train()
+    assert trainer.model.get_input_embeddings().num_embeddings == 64
+
+    cli.run(["export", str(tmp_path / "run" / "checkpoint-1"), str(tmp_path / "out"), "--group_size", "32"])
+
+    assert "another model" not in capsys.readouterr().out

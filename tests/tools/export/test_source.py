@@ -1,5 +1,6 @@
 """What `qarl-trl export` starts from, and in which dtype."""
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import make_model, make_tokenizer
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from toy_runs import make
 
 from qarl_trl import cli
-from qarl_trl.tools.export.source import _dtype_of
+from qarl_trl.tools.export.source import _dtype_of, _folder_of_weights
 
 
 # Float16 has the one as infinity, and the other as zero.
@@ -102,3 +103,13 @@ def write(folder, dtypes):
     tensors = {name: torch.zeros(2).to(getattr(torch, dtype)) for name, dtype in dtypes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def test_export_of_a_hub_model_looks_at_its_files(tmp_path, monkeypatch):
+    """Its config may say another dtype there, too."""
+    downloaded = write(tmp_path / "snapshot", {"weight": "float32"})
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, revision, **_: downloaded / name / revision)
+
+    assert _folder_of_weights("user/model", "v2") == downloaded / "user/model/v2"
+    # Control: a folder is itself.
+    assert _folder_of_weights(str(downloaded), None) == downloaded
