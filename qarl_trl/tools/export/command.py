@@ -35,6 +35,7 @@ def main(argv: Sequence[str]) -> None:
     from transformers import GenerationConfig
     from transformers.trainer_utils import align_special_tokens
 
+    from ...checkpoints.lock import LOCK, holding
     from ...checkpoints.models import loaded_base_fact
     from ...export import check_target, check_writable, save_low_bit
     from ...export.card import write_card
@@ -63,6 +64,10 @@ def main(argv: Sequence[str]) -> None:
             check_can_be_saved(GenerationConfig.from_pretrained(folder))
         check_apart(args.output, "output", folder)
     check_writable(args.output, "output")
+    if Path(args.output, LOCK).exists():
+        # Refused while a run holds it, which would write its own model there.
+        with holding(Path(args.output)):
+            pass
     check_target(args.output)
 
     # Also for an adapter from its own folder: a run may have changed the tokenizer of the base.
@@ -77,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
         align_special_tokens(model, tokenizer)
     trained = layers_of_run(args.checkpoint, model)
     # As a run computes it: before its layers are quantized.
-    loaded = loaded_base_fact(model)
+    loaded = loaded_base_fact(model) if is_adapter else ""
     apply_quantization(
         model,
         scheme=_scheme(args, source),

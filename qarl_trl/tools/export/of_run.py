@@ -24,7 +24,8 @@ from ...quant.names import checkpoint_modules, computed_by
 from ...quant.scheme import describe_scheme
 
 
-# So many bytes, and a thousandth of all, may differ in a tensor of a merged layer: a GPU adds up in another order.
+# So many bytes, and a thousandth of all, may differ in a tensor of a merged layer: a GPU adds up in another order. A
+# guess, because nobody has compared merges of two devices; on one CPU all bytes are equal.
 _ROUNDED_OTHERWISE = 4
 
 
