@@ -10,7 +10,9 @@ from contextlib import nullcontext
 
 import pytest
 from accelerate import PartialState
+from conftest import make_model, make_tokenizer
 
+from qarl_trl import cli
 from qarl_trl.checkpoints.lock import holding
 
 
@@ -43,6 +45,14 @@ def start(code, folder):
 
 
 @pytest.fixture
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_model(num_hidden_layers=1).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
 def other(tmp_path):
     """Another process that holds the lock."""
     # Without that line the test would be a race.
@@ -63,6 +73,19 @@ def test_the_second_run_is_told_who_has_the_folder_and_a_kill_frees_it(tmp_path,
 
     with holding(tmp_path):
         pass
+
+
+def test_an_export_does_not_write_into_the_folder_of_a_run(tmp_path, other, model_folder, capsys):
+    argv = ["export", str(model_folder), str(tmp_path), "--group_size", "32"]
+    with pytest.raises(SystemExit):
+        cli.main(argv)
+    assert f"in use by process {other.pid}" in capsys.readouterr().err
+
+    # Control: after the run it does.
+    other.kill()
+    other.wait()
+    cli.main(argv)
+    assert (tmp_path / "config.json").is_file()
 
 
 def test_a_child_that_outlives_a_killed_run_does_not_keep_the_folder(tmp_path):
