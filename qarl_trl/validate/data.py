@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -43,6 +44,91 @@ def check_data(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
         )
 
 
+def check_rows(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
+    """
+    Refuse rows without a text to fine-tune on: TRL would fail at them in words of its own, after the model loaded.
+
+    Args:
+        trainer_arguments: All arguments of the trainer by name. Streamed data sets are not checked.
+        args: Settings of the run.
+
+    Raises:
+        ValueError: with the first such row and its column.
+    """
+    text_field = _text_field(trainer_arguments, args)
+    if text_field is None:
+        return
+
+    for title, data in data_sets(trainer_arguments, "train_dataset", "eval_dataset"):
+        for column in _columns_of_texts(data, text_field):
+            for row, value in enumerate(data.with_format(None)[column]):
+                empty = _without_text(value)
+                if empty:
+                    raise ValueError(
+                        f"{title}[{row}]: {column} must be text, or messages with content, got {empty[0]!r:.200}. "
+                        "Leave such rows out."
+                    )
+
+
+def _text_field(trainer_arguments: TrainerArguments, args: RunSettings) -> str | None:
+    """The column of texts of SFT; `None` for other trainers, and if the user formats or prepares the rows."""
+    # Who does so has columns of their own.
+    if trainer_arguments.get("formatting_func") or getattr(args, "dataset_kwargs", None):
+        return None
+    # Only SFT's config has it.
+    return getattr(args, "dataset_text_field", None)
+
+
+def _columns_of_texts(data: Dataset, text_field: str) -> list[str]:
+    """The columns of which TRL's SFT (1.16) makes tokens."""
+    columns = data.column_names
+    if len(data) == 0 or "input_ids" in columns:
+        return []
+    if {"prompt", "completion"} <= set(columns):
+        return ["prompt", "completion"]
+
+    # TRL decides by the first row whether it reads messages or texts.
+    first = data.with_format(None)[0]
+    others = [name for name in ("messages", "conversations", text_field) if name in columns]
+    filled = [name for name in others if first[name]]
+    return (filled or others)[:1]
+
+
+def _without_text(value: Any) -> list[Any]:
+    """What has no text in a column of a row: all of its value, or some of its messages."""
+    if value is None or value == []:
+        return [value]
+    return [message for message in value if _says_nothing(message)] if isinstance(value, list) else []
+
+
+def _says_nothing(message: Any) -> bool:
+    """Whether a message has no content, and nothing in its place."""
+    if not isinstance(message, Mapping):
+        return message is None
+    # An earlier format has it in "value".
+    content = message.get("content", message.get("value"))
+    # The call of a tool has no content.
+    others = [part for name, part in message.items() if name not in ("role", "from") and part]
+    return content is None and not others
+
+
+def data_sets(trainer_arguments: TrainerArguments, *arguments: str) -> Iterator[tuple[str, Dataset]]:
+    """
+    The data sets in memory among the arguments of a trainer, each with its name.
+
+    Args:
+        trainer_arguments: All arguments of the trainer by name.
+        arguments: The names of those to look at.
+    """
+    for argument in arguments:
+        data = trainer_arguments.get(argument)
+        # A `DatasetDict` is a dict, too.
+        several: dict[str, Any] = data if isinstance(data, dict) else {"": data}
+        for name, rows in several.items():
+            if isinstance(rows, Dataset):
+                yield f"{argument}[{name!r}]" if name else argument, rows
+
+
 def _check_evaluations(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
     """
     Refuse (`ValueError`) evaluation sets without rows, at which TRL fails without a word after the model loaded, and
@@ -52,13 +138,7 @@ def _check_evaluations(trainer_arguments: TrainerArguments, args: RunSettings) -
     if prompts_per_rollout(args) is not None and args.eval_strategy == "no" and not args.eval_on_start:
         return
 
-    data = trainer_arguments.get("eval_dataset")
-    # A `DatasetDict` is a dict, too.
-    several: dict[str, Any] = data if isinstance(data, dict) else {"": data}
-    for name, rows in several.items():
-        if not isinstance(rows, Dataset):
-            continue
-        place = f"eval_dataset[{name!r}]" if name else "eval_dataset"
+    for place, rows in data_sets(trainer_arguments, "eval_dataset"):
         if len(rows) == 0:
             raise ValueError(f"{place} must have rows, got none. Leave it out, with eval_strategy='no'.")
         _check_columns_of_prompts(rows, place, trainer_arguments, args)
@@ -127,12 +207,8 @@ def _check_columns(data: Dataset, trainer_arguments: TrainerArguments, args: Run
     _check_columns_of_prompts(data, "train_dataset", trainer_arguments, args)
 
     columns = set(data.column_names)
-    # Only SFT's config has it.
-    text_field = getattr(args, "dataset_text_field", None)
+    text_field = _text_field(trainer_arguments, args)
     if text_field is None:
-        return
-    # Who formats or prepares rows on their own has columns of their own.
-    if trainer_arguments.get("formatting_func") or args.dataset_kwargs:
         return
 
     pairs = {"prompt", "completion"} <= columns

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import AutoProcessor, PretrainedConfig, ProcessorMixin
 from trl.data_utils import is_conversational, is_conversational_from_value
 
+from .data import data_sets
 from .rollouts import prompts_per_rollout, uses_server
 from .types import RunSettings, TrainerArguments
 
@@ -89,18 +90,9 @@ def renders_messages(tokenizer: Any) -> bool:
 
 def _prompt_sets(trainer_arguments: TrainerArguments) -> Iterator[tuple[str, Dataset]]:
     """The data sets in memory that have prompts without images, by their names."""
-    named: dict[str, Any] = {"train_dataset": trainer_arguments.get("train_dataset")}
-    evaluation = trainer_arguments.get("eval_dataset")
-    if isinstance(evaluation, dict):
-        named |= {f"eval_dataset[{part!r}]": data for part, data in evaluation.items()}
-    else:
-        named["eval_dataset"] = evaluation
-
-    for title, data in named.items():
-        if not isinstance(data, Dataset) or len(data) == 0:
-            continue
+    for title, data in data_sets(trainer_arguments, "train_dataset", "eval_dataset"):
         columns = set(data.column_names)
-        if "prompt" in columns and not columns & {"image", "images"}:
+        if len(data) > 0 and "prompt" in columns and not columns & {"image", "images"}:
             yield title, data
 
 

@@ -13,7 +13,7 @@ from ..quant.names import adapter_configs, architecture_of
 from ..quant.source import CheckpointSource
 from .adapters import check_base_name, check_tied
 from .arguments import check_arguments
-from .data import check_data
+from .data import check_data, check_rows
 from .folders import check_folders
 from .kv_cache import check_kv_cache
 from .layers import check_attention, check_layers, check_packing, check_tied_by_config
@@ -51,6 +51,8 @@ def check_run(
     # Only the first process: all share these folders, and a second one would find the lock taken.
     on_first(args, lambda: check_folders(model, args))
     check_data(trainer_arguments, args)
+    # Only the first process: it takes seconds for many rows. The others wait, and stop with it.
+    on_first(args, lambda: check_rows(trainer_arguments, args))
 
     # All before needs the arguments and files' headers alone. From here on the model's config is read.
     source = find_source(model, args)
@@ -80,7 +82,7 @@ def check_run(
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, trainer_arguments.get("peft_config"))
 
-    # Only the first process: it takes seconds for many rows. The others wait, and stop with it.
+    # Only the first process, as above.
     name = model if isinstance(model, str) else config._name_or_path
     on_first(args, lambda: check_prompts(name, config, args, trainer_arguments))
     on_first(args, lambda: check_teacher_tokenizer(name, args, trainer_arguments))

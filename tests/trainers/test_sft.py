@@ -18,6 +18,7 @@ from qarl_trl import LowBitSFTConfig, LowBitSFTTrainer
 from qarl_trl.checkpoints.folder import damage
 from qarl_trl.quant import remove_quantization
 from qarl_trl.validate import check_run
+from qarl_trl.validate.data import check_rows
 from trainers.runs import losses, moved, pairs, same_weights, settings, weights
 
 
@@ -221,6 +222,60 @@ def test_data_without_the_columns_are_refused_before_a_model_loads(dense_model, 
         patch.setattr("trl.trainer.sft_trainer.create_model_from_path", lambda *_, **__: pytest.fail("it loaded"))
         with pytest.raises(ValueError, match=words):
             LowBitSFTTrainer(dense_model, LowBitSFTConfig(**changed), train_dataset=data)
+
+
+def chats(*answers):
+    """Rows of messages, with these answers."""
+    question = {"role": "user", "content": "1+1="}
+    rows = []
+    for answer in answers:
+        rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "column"),
+    [
+        ([{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1=", "completion": None}], "completion"),
+        # datasets makes `None` of a key that a row of a file has not.
+        ([{"prompt": "1+1=", "completion": "2"}, {"prompt": "1+1="}], "completion"),
+        ([{"prompt": "1+1=", "completion": "2"}, {"completion": "2"}], "prompt"),
+        ([{"text": "1+1=2"}, {"text": None}], "text"),
+        (chats("2", None), "messages"),
+        ([*chats("2"), {"messages": []}], "messages"),
+        ([{"conversations": [{"from": "gpt", "value": value}]} for value in ("2", None)], "conversations"),
+    ],
+)
+def test_a_row_without_a_text_is_named_before_a_model_loads(dense_model, tmp_path, monkeypatch, rows, column):
+    monkeypatch.setattr("trl.trainer.sft_trainer.create_model_from_path", lambda *_, **__: pytest.fail("it loaded"))
+    args = LowBitSFTConfig(**settings(tmp_path))
+    data = Dataset.from_list(rows)
+
+    with pytest.raises(ValueError, match=rf"train_dataset\[1\]: {column} must be text, or .*got .*such rows out"):
+        LowBitSFTTrainer(dense_model, args, train_dataset=data)
+    with pytest.raises(ValueError, match=rf"eval_dataset\['hard'\]\[1\]: {column} must be"):
+        LowBitSFTTrainer(dense_model, args, train_dataset=data.select([0]), eval_dataset={"hard": data})
+
+    # Control.
+    check_rows({"train_dataset": data.select([0])}, args)
+
+
+def test_a_row_may_have_nothing_where_nobody_looks(tmp_path):
+    args = LowBitSFTConfig(**settings(tmp_path))
+
+    def check(*rows, **others):
+        check_rows({"train_dataset": Dataset.from_list(list(rows)), **others}, args)
+
+    call = {"type": "function", "function": {"name": "add"}}
+    check({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+    check({"messages": chats("2")[0]["messages"], "text": None})
+    check({"prompt": "1+1=", "completion": "2", "text": "", "messages": None})
+    check({"input_ids": [2, 3], "text": None})
+    check({"text": None}, formatting_func=str)
+
+    # Control: as the first, without a call.
+    with pytest.raises(ValueError, match=r"train_dataset\[0\]: messages must be text"):
+        check({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]})
 
 
 @pytest.mark.parametrize("packing", [False, True])
