@@ -1,10 +1,11 @@
-"""Compare a run with that of the checkpoint from which it resumes."""
+"""Compare a run with that of a checkpoint: the one from which it resumes, or the one whose weights it starts from."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from accelerate.logging import get_logger
 from .changes import Change, changes, refuses
 from .folder import MISSES_EPOCH_END, read_manifest
 from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, TOKENIZER, WORKERS, of_earlier_version, same_scheme
+from .models import folder_of
 
 
 # Entries of a manifest beside the facts of its run: whether it was saved within a rollout batch.
@@ -230,3 +232,42 @@ def changed_settings(checkpoint: str | Path, identity: Mapping[str, Any]) -> lis
     """
     stored = read_manifest(Path(checkpoint))
     return list(changes(stored.get(SETTINGS, {}), identity.get(SETTINGS, {})))
+
+
+def run_of_masters(name: str, loading: Mapping[str, Any] | None) -> dict[str, Any]:
+    """
+    The manifest of the low-bit run that trained the weights of a model.
+
+    Args:
+        name: The model's name.
+        loading: The arguments by which it loads.
+
+    Returns:
+        Nothing for a model that is no checkpoint, and for one of a run that learned in high precision.
+    """
+    folder = folder_of(name, loading)
+    # Others also call a file so.
+    with suppress(OSError, ValueError, AttributeError):
+        stored = {} if folder is None else read_manifest(folder)
+        # Low bits in rollouts alone leave the weights as they are.
+        if stored.get("scheme", "none") != "none" and stored.get(SETTINGS, {}).get("quantize_learner"):
+            return stored
+    return {}
+
+
+def warn_of_another_scheme(identity: Mapping[str, Any], loading: Mapping[str, Any] | None) -> None:
+    """
+    Warn of a run in low bits that starts from weights which a run trained for others.
+
+    Args:
+        identity: Facts of the run, from `identity_of`.
+        loading: The arguments by which its model loads.
+    """
+    now = identity["scheme"]
+    before = run_of_masters(identity["model"], loading).get("scheme", now)
+    if now != "none" and not same_scheme(before, now):
+        logger.warning(
+            f"{identity['model']} has master weights that a run trained for {before}, and this run rounds them to "
+            f"{now}: it starts from another model than that run ended with. Set quant_scheme, quant_group_size and "
+            "quant_ignore as there, or quant_recipe."
+        )

@@ -26,6 +26,7 @@ from .._compat.training_loop import add_first_callback
 from .._compat.versions import check_versions
 from ..checkpoints.identity import CONFIG, facts_of_loaded, identity_of
 from ..checkpoints.resume import resume_path
+from ..checkpoints.same_run import warn_of_another_scheme
 from ..checkpoints.saving import CheckpointMixin
 from ..cpu_exact.arithmetic import choose_arithmetic
 from ..export.sharing import SharingMixin
@@ -114,6 +115,8 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
         self._identity = guards.on_first(args, lambda: identity_of(model, args, self._plan, arguments, of_trl))
         if args.resume_from_checkpoint:  # also a checkpoint of another run
             resume_path(args.resume_from_checkpoint, args, self._identity)
+        else:
+            warn_of_another_scheme(self._identity, args.model_init_kwargs)
 
         # After the checks, whose errors have the user's own words.
         _anchor_folders(args)

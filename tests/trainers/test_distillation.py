@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from quant.schemes import same_tensors
 from slow import toys
 from slow.toys import logged, prompts, randomize_adapter, save_model, stored_tensors
-from toy_runs import adapter
+from toy_runs import OFF, adapter
 from toy_runs import make as make_qarl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -322,6 +323,52 @@ def test_rl_goes_on_from_the_distilled_weights_byte_for_byte(dense_model, tmp_pa
     before = dict(iter_low_bit_weights(make_qarl(dense_model, tmp_path / "other").model))
     assert moved(before, distilled)
     policy.train()
+
+
+@pytest.fixture(scope="module")
+def distilled(dense_model, tmp_path_factory):
+    """A checkpoint of a distillation in groups of 64."""
+    folder = tmp_path_factory.mktemp("distilled")
+    make(dense_model, folder, quant_group_size=64, max_steps=1, save_strategy="steps", save_steps=1).train()
+    return folder / "checkpoint-1"
+
+
+def test_a_start_from_weights_that_were_trained_for_another_scheme_is_said_once(distilled, tmp_path, caplog):
+    def said(model=str(distilled), **changes):
+        caplog.clear()
+        make_qarl(model, tmp_path / "rl", **changes)
+        return [message for message in caplog.messages if "another model than that run ended with" in message]
+
+    (message,) = said(quant_group_size=32)
+    assert f"{distilled} has master weights that a run trained for {{'weights int4 per group 64'" in message
+    assert "rounds them to {'weights int4 per group 32'" in message
+    # A script may load it.
+    assert said(AutoModelForCausalLM.from_pretrained(distilled, dtype=torch.float32), quant_scheme="W8A16")
+
+    # Controls: the same scheme, also in words of an earlier version, and none.
+    assert not said(quant_group_size=64)
+    earlier = ["lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", "re:.*shared_expert_gate$"]
+    assert not said(quant_group_size=64, quant_ignore=earlier)
+    assert not said(**OFF)
+
+
+def test_weights_of_a_run_in_high_precision_are_trained_for_no_scheme(distilled, tmp_path, caplog):
+    """Also those of rollouts alone in low bits, whose manifest names their scheme."""
+    copied = shutil.copytree(distilled, tmp_path / "copied")
+    manifest = json.loads((copied / "manifest.json").read_text())
+
+    def said(facts):
+        caplog.clear()
+        (copied / "manifest.json").write_text(json.dumps(facts))
+        make_qarl(str(copied), tmp_path / "rl", quant_group_size=32)
+        return "another model than that run ended with" in caplog.text
+
+    assert said(manifest)  # control
+
+    assert not said(manifest | {"scheme": "none"})
+    assert not said(manifest | {"settings": manifest["settings"] | {"quantize_learner": False}})
+    # A file of another program.
+    assert not said([])
 
 
 def test_an_evaluation_leaves_the_student_in_training(dense_model, tmp_path):
