@@ -16,11 +16,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
 
 from .._compat.sharding import fsdp_settings, is_zero3
+from ..checkpoints.same_run import run_of_masters
 from ..quant.layers.layer import multiplying
 from ..quant.names import adapter_configs, base_model
+
+
+logger = get_logger(__name__)
 
 
 def teaches_by_its_base(args: Any, peft_config: Any, is_sharded: bool) -> bool:
@@ -93,10 +98,22 @@ def teacher_of_own_start(model: str | nn.Module, args: Any, peft_config: Any) ->
         ValueError: as [`check_own_start`] and [`teaches_by_its_base`].
     """
     check_own_start(model, args)
+    _warn_of_masters(name_of_teacher(model), args)
     is_sharded = fsdp_settings(args) is not None or is_zero3(args)
     if teaches_by_its_base(args, peft_config, is_sharded):
         return None
     return own_start(model)
+
+
+def _warn_of_masters(name: str, args: Any) -> None:
+    """Warn of a start that a low-bit run trained to be rounded, and that is to teach as it is."""
+    run = run_of_masters(name, args.model_init_kwargs)
+    if run:
+        logger.warning(
+            f"{name} has master weights of a low-bit run, which are good only rounded, and is the teacher without "
+            "rounding. Set teacher_model_name_or_path to the model that the first run began with (this one: "
+            f"{run['model']!r})."
+        )
 
 
 def own_start(model: str | nn.Module) -> str | nn.Module:

@@ -352,6 +352,28 @@ def test_a_start_from_weights_that_were_trained_for_another_scheme_is_said_once(
     assert not said(**OFF)
 
 
+@pytest.mark.parametrize("peft_config", [None, adapter()], ids=["a second model", "its base"])
+def test_master_weights_that_would_teach_are_said_with_the_way_out(
+    dense_model, distilled, tmp_path, caplog, peft_config
+):
+    def said(model=str(distilled), **changes):
+        caplog.clear()
+        make(model, tmp_path / "again", peft_config=peft_config, quant_group_size=64, **changes)
+        return [message for message in caplog.messages if "good only rounded" in message]
+
+    (message,) = said()
+    assert f"{distilled} has master weights of a low-bit run" in message
+    assert "Set teacher_model_name_or_path" in message
+    assert f"began with (this one: {dense_model!r})" in message
+    # A script may load it.
+    assert said(AutoModelForCausalLM.from_pretrained(distilled, dtype=torch.float32))
+
+    # Controls: a teacher that is named, and a start that no run has trained.
+    assert not said(teacher_model_name_or_path=dense_model)
+    assert not said(teacher=dense_model)
+    assert not said(dense_model)
+
+
 def test_weights_of_a_run_in_high_precision_are_trained_for_no_scheme(distilled, tmp_path, caplog):
     """Also those of rollouts alone in low bits, whose manifest names their scheme."""
     copied = shutil.copytree(distilled, tmp_path / "copied")
