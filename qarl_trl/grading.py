@@ -57,7 +57,7 @@ _MIXED_NUMBER = re.compile(r"(?<![\w./])(\d{1,30}) (\d{1,30})/(\d{1,30})(?!\.?\d
 _BEFORE_PART_OF_NUMBER = re.compile(r"(?:\d,|\}|\\[,; ]|\^)\Z")
 # Where a mixed number is divided by, or multiplied with what follows it: 3 : 2 1/2 and 2 1/2 \pi.
 # Not "the answer is: 2 1/2", "part (2): 2 1/2" or "**The answer (hours)**: 2 1/2".
-_DIVISION_BEFORE = re.compile(r"(?:(?:[/÷]|\\div)\s*|\d[)}]*(?:\s+:\s*|:))\Z")
+_DIVISION_BEFORE = re.compile(r"(?:(?:[/÷]|\\div)\s*|\d[)}]*(?:\s+:\s*|:)|(?:\A|[{$])[^a-zA-Z{}$]*\d\)*:\s*)\Z")
 _FACTOR_AFTER = re.compile(r"\s*(?:\\(?:pi|sqrt|theta|alpha|beta|omega)(?![a-zA-Z])|[π√]|[a-zA-Z](?![a-zA-Z]))")
 # "It is 14/3.", of which math-verify reads 14 and a third that is rounded.
 _STOP_AFTER_FRACTION = re.compile(r"(?<=/)(\d+)\.(?!\d)")

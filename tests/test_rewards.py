@@ -98,6 +98,8 @@ def log(monkeypatch, caplog):
         ("The answer for part (2): 2 1/2.", "5/2", 1.0),
         (r"\boxed{(1 + 2) : 2 1/2}", "6/5", 1.0),
         (r"\boxed{(1 + 2):2 1/2}", "6/5", 1.0),
+        (r"\boxed{3: 2 1/2}", "6/5", 1.0),
+        (r"\boxed{(1 + 2): 2 1/2}", "6/5", 1.0),
         ("The final answer is: 2 1/2. I hope it is correct.", "5/2", 1.0),
         # The stop of a sentence is no decimal point.
         ("The answer is 14/3.", "14/3", 1.0),

@@ -268,6 +268,6 @@ def warn_of_another_scheme(identity: Mapping[str, Any], loading: Mapping[str, An
     if now != "none" and not same_scheme(before, now):
         logger.warning(
             f"{identity['model']} has master weights that a run trained for {before}, and this run rounds them to "
-            f"{now}: it starts from another model than that run ended with. Set quant_scheme, quant_group_size and "
-            "quant_ignore as there, or quant_recipe."
+            f"{now}: unless both select the same layers, it starts from another model than that run ended with. Set "
+            "quant_scheme, quant_group_size and quant_ignore as there, or quant_recipe."
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from accelerate.logging import get_logger
 from datasets import Dataset
 from trl import GRPOConfig, RLOOConfig
@@ -61,13 +63,9 @@ def check_rows(trainer_arguments: TrainerArguments, args: RunSettings) -> None:
 
     for title, data in data_sets(trainer_arguments, "train_dataset", "eval_dataset"):
         for column in _columns_of_texts(data, text_field):
-            for row, value in enumerate(data.with_format(None)[column]):
-                empty = _without_text(value)
-                if empty:
-                    raise ValueError(
-                        f"{title}[{row}]: {column} must be text, or messages with content, got {empty[0]!r:.200}. "
-                        "Leave such rows out."
-                    )
+            row = _first_without_text(data, column)
+            if row is not None:
+                raise ValueError(f"{title}[{row}]: {column} must be text or messages, got none. Leave such rows out.")
 
 
 def _text_field(trainer_arguments: TrainerArguments, args: RunSettings) -> str | None:
@@ -88,28 +86,24 @@ def _columns_of_texts(data: Dataset, text_field: str) -> list[str]:
         return ["prompt", "completion"]
 
     # TRL decides by the first row whether it reads messages or texts.
-    first = data.with_format(None)[0]
     others = [name for name in ("messages", "conversations", text_field) if name in columns]
+    first = data.select_columns(others).with_format(None)[0]
     filled = [name for name in others if first[name]]
     return (filled or others)[:1]
 
 
-def _without_text(value: Any) -> list[Any]:
-    """What has no text in a column of a row: all of its value, or some of its messages."""
-    if value is None or value == []:
-        return [value]
-    return [message for message in value if _says_nothing(message)] if isinstance(value, list) else []
+def _first_without_text(data: Dataset, column: str) -> int | None:
+    """The first row without a text or messages in a column. Messages without content are for the chat template."""
+    # By Arrow, which takes no time for a million rows.
+    values = data.select_columns(column).with_format("arrow")[:].column(0)
+    is_empty = values.is_null()
+    # TRL leaves out a row without messages in its completion.
+    if pa.types.is_list(values.type) and column != "completion":
+        lengths = pc.list_value_length(values)
+        is_empty = pc.or_(is_empty, pc.equal(pc.fill_null(lengths, 0), 0))
 
-
-def _says_nothing(message: Any) -> bool:
-    """Whether a message has no content, and nothing in its place."""
-    if not isinstance(message, Mapping):
-        return message is None
-    # An earlier format has it in "value".
-    content = message.get("content", message.get("value"))
-    # The call of a tool has no content.
-    others = [part for name, part in message.items() if name not in ("role", "from") and part]
-    return content is None and not others
+    row = pc.index(is_empty, True).as_py()
+    return None if row < 0 else row
 
 
 def data_sets(trainer_arguments: TrainerArguments, *arguments: str) -> Iterator[tuple[str, Dataset]]:
