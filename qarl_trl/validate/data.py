@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
 from accelerate.logging import get_logger
 from datasets import Dataset
 from trl import GRPOConfig, RLOOConfig
@@ -96,14 +94,15 @@ def _first_without_text(data: Dataset, column: str) -> int | None:
     """The first row without a text or messages in a column. Messages without content are for the chat template."""
     # By Arrow, which takes no time for a million rows.
     values = data.select_columns(column).with_format("arrow")[:].column(0)
-    is_empty = values.is_null()
-    # TRL leaves out a row without messages in its completion.
-    if pa.types.is_list(values.type) and column != "completion":
-        lengths = pc.list_value_length(values)
-        is_empty = pc.or_(is_empty, pc.equal(pc.fill_null(lengths, 0), 0))
-
-    row = pc.index(is_empty, True).as_py()
-    return None if row < 0 else row
+    rows = 0
+    for chunk in values.chunks:
+        # TRL leaves out a row without messages in its completion.
+        counts_messages = hasattr(chunk, "value_lengths") and column != "completion"
+        first = chunk.value_lengths().fill_null(0).index(0) if counts_messages else chunk.is_valid().index(False)
+        if first.as_py() >= 0:
+            return rows + first.as_py()
+        rows += len(chunk)
+    return None
 
 
 def data_sets(trainer_arguments: TrainerArguments, *arguments: str) -> Iterator[tuple[str, Dataset]]:
