@@ -108,7 +108,16 @@ CHOICES_DISTILLED = (
 )
 LOSSES = ("GRPO", "TBPO")
 SEEDS = range(100)
-# Of the users' table: the seeds that all of its arms have, from one start.
+# Trained by x deployed as, for users: from one start, and from its distillations.
+DEPLOYED = {"masters": "bfloat16", "low_bit": "rounded", "gptq": "GPTQ", "again": "distilled"}
+DEPLOYED_ARMS = (
+    ("bf16 GRPO", "undistilled", "bf16 GRPO"),
+    ("rollout-only GRPO", "undistilled", "rollout-only GRPO"),
+    ("QaRL GRPO", "undistilled", "QaRL GRPO"),
+    ("rollout-only GRPO from a distilled start", "distilled", "rollout-only GRPO"),
+    ("QaRL GRPO from a distilled start", "distilled", "QaRL GRPO"),
+)
+# The same from another start, with TBPO: the seeds that all of these arms have.
 SHOWN_REGIME = "g64"
 SHOWN_SEEDS = (2, 3)
 SHOWN = (BEFORE, "bf16 GRPO", "rollout-only GRPO", "rollout-only TBPO", "QaRL GRPO", "QaRL TBPO")
@@ -480,13 +489,39 @@ def summary(points: list[list[float]]) -> list[str]:
 
 
 def deployed_table(greedy: bool) -> str:
-    """Trained by x deployed as: the seeds of one start that all arms have, of the arms that were scored this way."""
+    """Trained by x deployed as, of the arms that were trained three times from one start or its distillations."""
+    before = cells_of("undistilled", BEFORE)
+    row = [of_trainings(before, model, greedy) for model in MODELS]
+    distilled = of_trainings(cells_of("distilled", BEFORE), "low_bit", greedy)
+    rows = [[BEFORE, *row, distilled]]
+
+    for words, regime, arm in DEPLOYED_ARMS:
+        cells = cells_of(regime, arm)
+        rows.append([words, *(of_trainings(cells, model, greedy) for model in DEPLOYED)])
+    return markdown(["trained by", *DEPLOYED.values()], rows)
+
+
+def of_trainings(cells: list[Cell], model: str, greedy: bool) -> str:
+    """
+    The percent of a model over its trainings, and how many they are.
+
+    Three and more have a mean, whose error holds problems and trainings. Of two both are given.
+    """
+    scored = [shares(cell, model, greedy) for cell in cells if is_scored(cell, model, greedy)]
+    if len(scored) < 3:
+        percents = by_training(cells, model, greedy)
+    else:
+        mean, error = mean_and_error(scored)
+        percents = f"{mean:.1f} ± {error:.1f}"
+    return f"{percents} ({len(scored)})" if scored else "-"
+
+
+def tbpo_table() -> str:
+    """Trained by x deployed as, from another start, with TBPO: the seeds that all arms have."""
     rows = []
     for arm in SHOWN:
         cells = [cell for cell in cells_of(SHOWN_REGIME, arm) if cell["seed"] in SHOWN_SEEDS]
-        row = [by_training(cells, model, greedy) for model in MODELS]
-        if row != ["-"] * len(MODELS):
-            rows.append([arm, *row])
+        rows.append([arm, *(by_training(cells, model, greedy=False) for model in MODELS)])
     return markdown(["trained by", MODELS["masters"], "rounded", MODELS["gptq"]], rows)
 
 
@@ -601,25 +636,6 @@ def instead_table() -> str:
     return markdown(["less", "seeds", "4 samples, points by seed", "mean", "greedy, points by seed", "mean"], rows)
 
 
-def ways_table() -> str:
-    """The 4-bit models of `RECOVERED` and of `INSTEAD` as they score, by the seeds of `RECOVERED`."""
-    seeds = [cell["seed"] for cell in cells_of(*RECOVERED[:2])]
-    rows = []
-    for words, (regime, arm, model) in (("QaRL GRPO from the distilled start", RECOVERED), *INSTEAD):
-        row = [words]
-        for greedy in (False, True):
-            scores = []
-            for seed in seeds:
-                cell = read_cell(regime, arm, seed)
-                is_there = cell is not None and is_scored(cell, model, greedy)
-                scores.append(percent(shares(cell, model, greedy)) if is_there else "not run")
-            row.append(", ".join(scores))
-        rows.append(row)
-
-    by_seed = f"by seed ({', '.join(map(str, seeds))})"
-    return markdown(["trained by", f"4 samples, %, {by_seed}", f"greedy, %, {by_seed}"], rows)
-
-
 def seeds_of_both(other: tuple[str, str, str]) -> dict[int, tuple[Cell, Cell]]:
     """
     The cells of `other` and of `RECOVERED`, by the seeds that have both.
@@ -655,6 +671,7 @@ def tables() -> dict[str, str]:
     by_name = {
         "real: deployed": deployed_table(greedy=False),
         "real: deployed, greedy": deployed_table(greedy=True),
+        "real: deployed, TBPO": tbpo_table(),
         "real: choices": choices_table(),
         "real: noise": noise_table(),
         "real: mismatch": mismatch_table(),
@@ -664,7 +681,6 @@ def tables() -> dict[str, str]:
     if cells_of("undistilled", BEFORE) and cells_of("distilled", BEFORE):
         by_name["real: recovered"] = recovered_table()
         by_name["real: instead"] = instead_table()
-        by_name["real: ways"] = ways_table()
 
     for regime in REGIMES:
         is_scored_at_all = REGIMES[regime].get("is_scored", True)
