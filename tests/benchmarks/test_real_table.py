@@ -145,6 +145,24 @@ def test_the_pairs_of_the_advice_by_regime():
     assert [pair.regime for pair in rounded].count("fp8") == 1
 
 
+def test_what_the_higher_rate_costs_is_that_of_the_table():
+    by_seed = {}
+    for line in real_table.differences_table("undistilled").splitlines()[2:]:
+        what, before, after, _, points, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+        by_seed[what, before, after] = points.replace("-", "").replace("+", "").replace(", ", " and ")
+    rollout_only = by_seed["the rate, both by GPTQ", "rollout-only GRPO, GPTQ", "rollout-only GRPO, rate 6e-5, GPTQ"]
+    qarl = by_seed["the rate", "QaRL GRPO", "QaRL GRPO, rate 6e-5"]
+    between = by_seed[
+        "GPTQ after rollout-only, not QaRL, each at its rate",
+        "QaRL GRPO, rate 6e-5",
+        "rollout-only GRPO, rate 6e-5, GPTQ",
+    ]
+
+    text = (ROOT / "docs" / "results.md").read_text()
+    lower = f"rollout-only GRPO with GPTQ by {rollout_only} points, QaRL GRPO as trained by {qarl}."
+    assert f"{lower} There QaRL as trained was {between} above rollout-only with GPTQ." in text
+
+
 def test_figures_in_sentences_are_those_of_the_cells():
     """Those of docs/ that stand in no table."""
     results = (ROOT / "docs" / "results.md").read_text()
