@@ -151,9 +151,12 @@ def _tie_global_scales(model: nn.Module) -> None:
     # than the learner.
     for parent in model.modules():
         for names in MERGED_BY_ENGINES:
-            members: list[Any] = [getattr(parent, name, None) for name in names]
-            if None in members:
+            if not all(hasattr(parent, name) for name in names):
                 continue
+            # In Gemma-4 `v_proj` may be None, for layers that take their keys for values: there an engine merges q, k
+            # and once more k.
+            projections: list[Any] = [getattr(parent, name) for name in names]
+            members = [member for member in projections if member is not None]
             for member in members:
                 if isinstance(member, LowBitLayer) and has_global_scale(member.scheme):
                     member.merged_with = tuple(other for other in members if other is not member)

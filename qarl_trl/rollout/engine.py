@@ -45,8 +45,8 @@ from .server.facts import engine_facts
 from .sync_check.check import SyncCheck
 from .sync_check.engine_logps import engine_logps
 from .vllm import adapters, linear_layer, reloading, sampling, start
-from .vllm.attention_scales import keep_cache_scales
 from .vllm.flat_logprobs import extract_logprobs
+from .vllm.random_start import keep_constants
 
 
 class LowBitVLLMGeneration(VLLMGeneration):
@@ -126,7 +126,7 @@ class LowBitVLLMGeneration(VLLMGeneration):
         """Let TRL build a `vllm.LLM`, by our arguments and in vLLM's settings that keep synced tensors as they are."""
         start.keep_block_scales()
         start.keep_learner_eager()
-        keep_cache_scales()
+        keep_constants()
         if self.accelerator.num_processes == 1:
             start.choose_master_port()
 

@@ -50,12 +50,12 @@ class Engine:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
 
-        from qarl_trl.rollout.vllm import attention_scales, start
+        from qarl_trl.rollout.vllm import random_start, start
 
         self._capability = capability
         self._settings = _settings(folder, learner, expert_parallel)
         start.keep_block_scales()
-        attention_scales.keep_cache_scales()
+        random_start.keep_constants()
         with set_current_vllm_config(self._settings):
             _start_group(folder)
             with cuda(capability):

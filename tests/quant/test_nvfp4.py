@@ -97,6 +97,20 @@ def test_layers_that_an_engine_merges_share_the_largest_weight():
     assert scales["o_proj"] > scales["q_proj"]
 
 
+def test_layers_share_it_where_keys_are_the_values():
+    """As in Gemma-4's full attention, of which vLLM merges q, k and once more k."""
+    torch.manual_seed(0)
+    model = Attention()
+    model.v_proj = None
+    model.k_proj.weight.data[0, 0] = 7.0
+    apply_quantization(model, NVFP4)
+
+    scales = global_scales(model)
+
+    assert scales["q_proj"] == scales["k_proj"] == 448 * 6 / 7.0
+    assert scales["o_proj"] > scales["q_proj"]
+
+
 def test_linear_attention_shares_it_too():
     """vLLM merges these pairs of Qwen3.5, and of each takes one of the two scales for both."""
     torch.manual_seed(0)

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...cpu_exact.arithmetic import choose_arithmetic
 from ..vllm import adapters, reloading
-from ..vllm.attention_scales import keep_cache_scales
 from ..vllm.platform import is_cpu_engine
+from ..vllm.random_start import keep_constants
 from .facts import RANDOM, engine_facts
 from .files import folder_of, read_parts
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # What must be so before the model is made.
 if is_cpu_engine():
     choose_arithmetic()
-keep_cache_scales()
+keep_constants()
 
 
 class WorkerExtension:
