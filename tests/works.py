@@ -166,7 +166,7 @@ SECTIONS: dict[str, list[Row]] = {
             "tokens that were added in memory", WORKS, "test_tokens_that_were_added_in_memory_are_known_to_the_engine"
         ),
         Row("a tokenizer with another end token", WORKS, "test_the_eos_token_of_the_processing_class_ends_answers"),
-        Row("images, colocated", NOT_TRIED, "", "without an engine they ran once by hand (LLaVA)"),
+        Row("images, colocated", NOT_TRIED, "", "by hand, with torchvision: Qwen2.5-VL, random weights, W4A16"),
         Row("images, with a server", REFUSED, "test_a_server_takes_no_images"),
         Row(
             "`torch_compile` with TBPO",

@@ -39,6 +39,7 @@ from ..quant.stream import renamed_stream
 from ..quant.weight_stream import WeightStream
 from .adapter_folder import AdapterFolder, adapter_place
 from .engine_settings import low_bit_settings
+from .images import check_engine_prompts, with_single_tokens
 from .sampling_parameters import sampling_parameters
 from .server.client import ServerClient
 from .server.facts import engine_facts
@@ -305,7 +306,8 @@ class LowBitVLLMGeneration(VLLMGeneration):
             TRL's answer: token ids of prompts and completions, and the engine's log-probs of the completions.
 
         Raises:
-            RuntimeError: if a completion is missing or empty, or after an earlier failure.
+            RuntimeError: if a completion is missing or empty, for images that the engine puts in differently, or after
+                an earlier failure.
         """
         # Until then a colocated engine has random weights. TRL's has the start's, and so a callback may ask it before
         # training, and a resumed trainer samples before its next sync is due (`vllm_sync_frequency`). A server says so
@@ -319,8 +321,16 @@ class LowBitVLLMGeneration(VLLMGeneration):
             call = inspect.signature(super().generate).bind(prompts, *args, **kwargs)
             if self.mode == "server":
                 call.arguments["num_generations"] = self._answers_a_prompt(prompts, call.arguments["num_generations"])
+            # A server takes none (`validate/rollouts.py`).
+            has_images = self.mode == "colocate" and call.arguments.get("images") is not None
+            if has_images:
+                image_token = getattr(self.processing_class, "image_token_id", None)
+                call.arguments["prompts"] = with_single_tokens(prompts, image_token)
+
             with self._same_draws(), extracted_by(extract_logprobs):
                 result = super().generate(*call.args, **call.kwargs)
+            if has_images:
+                check_engine_prompts(prompts, result[0])
             if self.mode == "server":
                 on_first(self.accelerator, lambda: self.vllm_client.raise_failure())
             _check_completions(result[1], len(prompts))

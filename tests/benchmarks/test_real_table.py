@@ -85,7 +85,8 @@ def test_the_advice_has_the_figures_of_its_pairs():
     sentences = {
         "docs/results.md": [
             f"GPTQ gained {gptq} points over rounding",
-            f"ended {of_rollout_only} points below (six pairs); from one of two starts {of_a_start} below",
+            f"ended {of_rollout_only} points below (six pairs); from one of two starts, that of the next "
+            f"table, {of_a_start} below",
             f"It ended {as_trained} points above QaRL as trained (13 pairs)",
             f"QaRL is {rounded} above rollout-only (17 pairs)",
             f"QaRL ended {below_bf16} points below bf16 rollouts with GPTQ, and {from_distilled} above rollout-only",

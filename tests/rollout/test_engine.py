@@ -250,6 +250,32 @@ def test_a_colocated_engine_never_answers_from_the_random_weights_of_its_start(m
     assert order == ["send", "check 1"]
 
 
+def test_a_colocated_engine_gets_one_token_for_each_image(monkeypatch):
+    """And its answer is that to the learner's prompt, or none."""
+    engine = generation()
+    engine.processing_class = SimpleNamespace(image_token_id=9)
+    prompts = [[1, 9, 9, 2]]
+    sent = []
+
+    def answer(of_engine):
+        def generate(self, prompts, images):
+            sent.append(prompts)
+            return of_engine, [[3]]
+
+        monkeypatch.setattr(VLLMGeneration, "generate", generate)
+
+    answer([[1, 9, 9, 2]])
+    assert engine.generate(prompts, images=[["image"]]) == (prompts, [[3]])
+    # Control: text stays as it is.
+    engine.generate(prompts, images=None)
+    assert sent == [[[1, 9, 2]], prompts]
+
+    # It puts in three features where the learner has two.
+    answer([[1, 9, 9, 9, 2]])
+    with pytest.raises(RuntimeError, match="its images are put in differently"):
+        engine.generate(prompts, images=[["image"]])
+
+
 @pytest.mark.parametrize(
     ("prompts", "requests"),
     [
