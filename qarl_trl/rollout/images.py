@@ -8,6 +8,7 @@ them is compared.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -21,12 +22,10 @@ def with_single_tokens(prompts: Sequence[Sequence[int]], image_token: int | None
     """
     single = []
     for prompt in prompts:
-        kept = []
-        for index, token in enumerate(prompt):
-            is_repeated = token == image_token and index > 0 and prompt[index - 1] == image_token
-            if not is_repeated:
-                kept.append(token)
-        single.append(kept)
+        tokens = []
+        for token, run in itertools.groupby(prompt):
+            tokens += [token] if token == image_token else run
+        single.append(tokens)
     return single
 
 
@@ -44,7 +43,6 @@ def check_engine_prompts(prompts: Sequence[Sequence[int]], of_engine: Sequence[S
     for row, (expected, actual) in enumerate(zip(prompts, of_engine, strict=True)):
         if list(expected) != list(actual):
             raise RuntimeError(
-                f"Prompt {row} has {len(expected)} tokens for the learner and {len(actual)} for vLLM, or others of "
-                "them: its images are put in differently. So this model cannot be trained on images with a colocated "
-                "engine. Train it with use_vllm: false."
+                f"Prompt {row} has {len(expected)} tokens for the learner and {len(actual)} for vLLM, or others: its "
+                "images are put in differently. Train this model with use_vllm: false."
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PretrainedConfig
 from trl import DistillationConfig
 
 from .types import RunSettings, TrainerArguments
@@ -68,36 +67,6 @@ def check_processes(args: RunSettings, trainer_arguments: TrainerArguments) -> N
 
     if uses_server(args):
         _check_text(trainer_arguments)
-
-
-def check_sleep(config: PretrainedConfig, args: RunSettings) -> None:
-    """
-    Refuse an engine that would wake up without a part of its model.
-
-    Sleep drops the engine's memory, and a sync brings parameters and buffers back. The slopes of ALiBi are a plain
-    tensor of vLLM's attention (`v1/attention/backends/flash_attn.py`), which nothing brings back.
-
-    Args:
-        config: The model's config.
-        args: Settings of the run.
-
-    Raises:
-        ValueError: for sleep mode and a model with ALiBi.
-    """
-    sleeps = args.has_engine and not uses_server(args) and args.vllm_enable_sleep_mode
-    if sleeps and _has_alibi(config):
-        raise ValueError(
-            f"vllm_enable_sleep_mode must be false for {config.model_type}: asleep, vLLM drops the slopes of ALiBi, "
-            "and no sync brings them back. To save memory, lower vllm_gpu_memory_utilization."
-        )
-
-
-def _has_alibi(config: PretrainedConfig) -> bool:
-    """Whether attention falls with the distance, by slopes of each head, instead of rotary embeddings."""
-    of_attention = getattr(config, "attn_config", None)  # MPT's
-    return (
-        config.model_type == "bloom" or getattr(config, "alibi", False) or bool(getattr(of_attention, "alibi", False))
-    )
 
 
 def _check_batches(args: RunSettings) -> None:

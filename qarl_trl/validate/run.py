@@ -21,7 +21,6 @@ from .memory import check_host_memory
 from .model import check_saved_generation_config, config_of, skeleton
 from .noise import check_dropout, check_routers
 from .prompts import check_prompts
-from .rollouts import check_sleep
 from .source import find_source
 from .teacher import check_teacher, teacher_to_load
 from .teacher_tokenizer import check_teacher_tokenizer
@@ -79,7 +78,6 @@ def check_run(
             check_routers(config)
         check_packing(config, args)
     check_kv_cache(model, config, args)
-    check_sleep(config, args)
     if _needs_layer_check(config, args):
         plan = args.quant_plan(None if source is None else source.plan())
         check_layers(config, plan, args, trainer_arguments.get("peft_config"))

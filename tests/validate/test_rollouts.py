@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from transformers import BloomConfig, FalconConfig, LlamaConfig, MptConfig, PretrainedConfig
 
 from qarl_trl import LowBitSFTConfig, QaRLConfig
 from qarl_trl.validate import check_data
-from qarl_trl.validate.rollouts import check_processes, check_sleep
+from qarl_trl.validate.rollouts import check_processes
 
 
 def settings(**changes):
@@ -58,18 +57,6 @@ def test_a_server_needs_a_folder():
         check_processes(settings(vllm_mode="server", sync_folder=None), {})
 
     check_processes(settings(vllm_mode="colocate", sync_folder=None), {})  # control
-
-
-@pytest.mark.parametrize("config", [BloomConfig(), FalconConfig(alibi=True), MptConfig()])
-def test_an_engine_that_sleeps_would_lose_the_slopes_of_alibi(config):
-    with pytest.raises(ValueError, match=f"vllm_enable_sleep_mode must be false for {config.model_type}: asleep"):
-        check_sleep(config, settings(vllm_enable_sleep_mode=True))
-
-    # Controls: an engine that stays awake, a server, and models without ALiBi.
-    check_sleep(config, settings())
-    check_sleep(config, settings(vllm_enable_sleep_mode=True, vllm_mode="server"))
-    for other in (LlamaConfig(), FalconConfig(alibi=False), PretrainedConfig()):
-        check_sleep(other, settings(vllm_enable_sleep_mode=True))
 
 
 def test_a_trainer_without_settings_of_an_engine_has_no_rollouts_to_check():

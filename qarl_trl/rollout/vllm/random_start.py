@@ -2,7 +2,7 @@
 
 For `load_format="dummy"` vLLM draws all parameters, and all buffers that a state dict has
 (`model_loader/dummy_loader.py`). The first sync replaces what a checkpoint has. Two kinds of tensors are in none, and
-would stay random for the whole run:
+would stay random:
 
 - the scales of attention layers (`attention_scales.py`), and
 - buffers that a model computes from its config, such as the mean and deviation of pixels in Qwen2.5-VL
@@ -22,7 +22,7 @@ from .attention_scales import reset_cache_scales
 
 def keep_constants() -> None:
     """
-    Start engines with random weights, but with attention scales of 1, and with the buffers that their model has made.
+    Start engines with random weights, but with attention scales of 1 and the buffers that their model has made.
 
     FlashInfer's kernels and CUDA graphs keep the numbers of the first forward, so they must be right before that: this
     replaces vLLM's loader, once, for the whole process.
@@ -37,7 +37,8 @@ def keep_constants() -> None:
     def load_but_for_constants(self: Any, model: torch.nn.Module, model_config: Any) -> None:
         buffers = _copies_of_buffers(model)
         load(self, model, model_config)
-        _put_back(model, buffers)
+        for name, buffer in buffers.items():
+            model.get_buffer(name).copy_(buffer)
         reset_cache_scales(model)
 
     DummyModelLoader.load_weights = load_but_for_constants
@@ -53,10 +54,3 @@ def _copies_of_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
             if is_drawn and not buffer.is_meta:
                 copies[name] = buffer.clone()
     return copies
-
-
-@torch.no_grad()
-def _put_back(model: torch.nn.Module, copies: dict[str, Tensor]) -> None:
-    """Write the copies into the buffers of their names."""
-    for name, copy in copies.items():
-        model.get_buffer(name).copy_(copy)
