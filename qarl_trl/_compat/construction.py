@@ -251,7 +251,7 @@ def _prepared_teacher() -> AbstractContextManager:
 
     TRL (1.16) prepares it by accelerate's `Accelerator.prepare_model(teacher, evaluation_mode=True)`, which leaves a
     model as it is under FSDP2. It would stay on the CPU, and with RAM-efficient loading it would be zero in all
-    processes but the first, without an error. TRL's reward models, which it places on a device, are left alone.
+    processes but the first, without an error. So would TRL's reward models, which stay whole: they get the weights.
 
     Weights that want a gradient cost more memory, and a teacher's get none. Autocast keeps the copies that it makes of
     them until the loss is done (torch, `cached_cast`), and accelerate (1.15) shards them in float32, whatever their
@@ -269,6 +269,11 @@ def _prepared_teacher() -> AbstractContextManager:
             model.requires_grad_(False)
             if accelerator.is_fsdp2:
                 return fsdp2_prepare_model(accelerator, model).eval()
-        return original(accelerator, model, device_placement, evaluation_mode)
+        prepared = original(accelerator, model, device_placement, evaluation_mode)
+        fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+        if evaluation_mode and is_left_alone and fsdp is not None and fsdp.cpu_ram_efficient_loading:
+            for tensor in (*model.parameters(), *model.buffers()):
+                torch.distributed.broadcast(tensor.detach(), src=0)
+        return prepared
 
     return patch.object(Accelerator, original.__name__, prepare)

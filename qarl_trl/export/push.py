@@ -198,9 +198,6 @@ def _errors_named(name: str, api: HfApi, ways_on: str) -> Iterator[None]:
 def _remedy(error: BaseException) -> str:
     """What to do about an error of the Hub or of the network."""
     error = _innermost(error)
-    # The client reads the card.
-    if isinstance(error, UnicodeDecodeError):
-        return f"Save {CARD} as UTF-8."
     response = getattr(error, "response", None)
     if response is None and not isinstance(error, LocalTokenNotFoundError):
         return "No answer came: look at the network, HF_ENDPOINT and HF_HUB_OFFLINE."

@@ -153,8 +153,7 @@ def _tie_global_scales(model: nn.Module) -> None:
         for names in MERGED_BY_ENGINES:
             if not all(hasattr(parent, name) for name in names):
                 continue
-            # In Gemma-4 `v_proj` may be None, for layers that take their keys for values: there an engine merges q, k
-            # and once more k.
+            # Where `v_proj` is None (Gemma-4), an engine merges q, k and once more k.
             projections: list[Any] = [getattr(parent, name) for name in names]
             members = [member for member in projections if member is not None]
             for member in members:

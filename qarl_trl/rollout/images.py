@@ -1,9 +1,8 @@
 """Prompts with images, for a colocated engine.
 
-The processor repeats an image's token as often as the image has features. TRL hands these token ids to vLLM together
-with the image, and vLLM repeats the first of them once more, so it samples after another prompt than the learner
-scores (https://github.com/huggingface/trl/issues/6294). Here vLLM gets one token for each image, and what it makes of
-them is compared.
+The processor repeats an image's token for each of its features. TRL hands these token ids to vLLM together with the
+image, and vLLM repeats the first once more, so it samples after another prompt than the learner scores
+(https://github.com/huggingface/trl/issues/6294). Here vLLM gets one token for each image, and its prompt is compared.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def with_single_tokens(prompts: Sequence[Sequence[int]], image_token: int | None
     """
     single = []
     for prompt in prompts:
-        tokens = []
+        tokens: list[int] = []
         for token, run in itertools.groupby(prompt):
             tokens += [token] if token == image_token else run
         single.append(tokens)

@@ -78,6 +78,11 @@ def _check_accelerator(args: RunSettings) -> None:
             "per_device_train_batch_size would be that of all of them, where batches of each are counted, and TRL's "
             "sampler of rollouts would leave prompts out."
         )
+    if args.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node must be false, got true: transformers writes weights on the first node alone. Set "
+            "output_dir to a folder that all nodes share."
+        )
     # Without incomplete batches all have as many.
     if not config.even_batches and not args.dataloader_drop_last:
         raise ValueError(

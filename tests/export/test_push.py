@@ -291,19 +291,6 @@ def test_a_server_that_is_down_is_one_line_with_the_way_out(hub, low_bit, monkey
 # A run -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_card_in_another_encoding_is_no_problem_of_the_network(hub, low_bit):
-    open_repo("latin")
-    (low_bit / "README.md").write_bytes("# Modèle".encode("latin-1"))
-
-    with pytest.raises(OSError, match=r"UnicodeDecodeError.* Save README.md as UTF-8\.") as error:
-        push(low_bit, "me/latin", "m")
-    assert "network" not in str(error.value)
-
-    # Control: in UTF-8 it goes through.
-    (low_bit / "README.md").write_text("# Modèle", encoding="utf-8")
-    push(low_bit, "me/latin", "m")
-
-
 def test_a_run_pushes_the_low_bit_model_at_the_end_and_keeps_master_weights_at_home(hub, model, tmp_path):
     trainer = pushing(model, tmp_path, hub_token=WRITER)
     trainer.train()

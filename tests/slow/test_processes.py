@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,7 +17,7 @@ import torch
 from peft import LoraConfig
 from safetensors.numpy import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from slow.isolated import isolated_group
 from slow.processes import (
@@ -27,11 +28,22 @@ from slow.processes import (
     as_tensors,
     count_packed,
     same,
+    shard_on_cpu,
     trainer_of_two,
     whole_arrays,
     whole_weights,
 )
-from slow.toys import forge, logged, make_tokenizer, random_adapter, save_model, stored_tensors, sync
+from slow.toys import (
+    forge,
+    logged,
+    make_tokenizer,
+    prompts,
+    random_adapter,
+    save_model,
+    settings,
+    stored_tensors,
+    sync,
+)
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -154,6 +166,35 @@ def test_one_process_of_a_machine_loads_the_weights_until_they_are_cut_and_the_r
     assert first["bytes"] > 1_000_000
     assert second["bytes"] < first["bytes"] / 1000
     assert same(first["reference"], as_arrays(weights))
+
+
+def _reward_model_of(model: str, folder: str, reward_model: str) -> dict[str, np.ndarray]:
+    """The weights with which this process scores completions."""
+    from qarl_trl import QaRLConfig, QaRLTrainer
+
+    torch.set_num_threads(1)
+    os.environ.update(FSDP2)
+    shard_on_cpu()
+    args = QaRLConfig(**settings(Path(folder), use_vllm=False, vllm_engine_kwargs=None, vllm_max_model_length=None))
+
+    trainer = QaRLTrainer(model, reward_model, args, train_dataset=prompts(64))
+
+    (scorer,) = trainer.reward_funcs
+    return as_arrays(scorer.state_dict())
+
+
+def test_a_reward_model_is_whole_in_every_process(tmp_path):
+    """transformers loads it in the first one alone, to save memory, and it would give all others a reward of 0."""
+    model = save_model(tmp_path / "model")
+    scorer = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    scorer.save_pretrained(tmp_path / "scorer")
+    make_tokenizer().save_pretrained(tmp_path / "scorer")
+
+    first, second = isolated_group(_reward_model_of, 2, model, str(tmp_path / "run"), str(tmp_path / "scorer"))
+
+    assert all(np.abs(weights).sum() > 0 for weights in second.values())
+    assert same(first, second)
+    assert same(first, as_arrays(scorer.state_dict()))
 
 
 # Metrics -------------------------------------------------------------------------------------------------------------

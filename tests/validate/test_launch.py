@@ -31,6 +31,16 @@ def test_processes_get_whole_batches_and_as_many(kind, name, value, needed, tmp_
         check_launch(args)  # control: no batch is incomplete
 
 
+@pytest.mark.parametrize("kind", [QaRLConfig, LowBitSFTConfig])
+def test_checkpoints_of_other_nodes_would_have_no_weights(kind, tmp_path, monkeypatch):
+    args = settings(tmp_path, kind, save_on_each_node=True)
+    check_launch(args)  # control: one process is one node
+
+    monkeypatch.setattr(kind, "world_size", 2)
+    with pytest.raises(ValueError, match="save_on_each_node must be false, got true: transformers writes weights on"):
+        check_launch(args)
+
+
 def test_updates_have_the_micro_batches_of_the_field(tmp_path):
     """transformers would write the other number into the field, after all that was computed from it."""
     for steps, field in ((4, 1), (4, 4), (1, 4), (None, 1)):
