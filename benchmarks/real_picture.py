@@ -39,16 +39,21 @@ MEMORY = {
     "QaRL, frozen base": r"^It fits: ([\d.]+)",
 }
 CARD = 23.5  # GiB of a 4090 that a process can use
-# The first four contrasts of `CHOICES`, and their names below the axis.
-COLUMNS = ("both\nrounded", "both by\nGPTQ", "both in\nbfloat16", "QaRL rounded,\nrollout-only\nby GPTQ")
+# Contrasts of `CHOICES`, and their names below the axis.
+COLUMNS = {
+    "QaRL minus rollout-only, rounded": "both\nrounded",
+    "QaRL minus rollout-only, both by GPTQ": "both by\nGPTQ",
+    "QaRL minus rollout-only, both in bfloat16": "both in\nbfloat16",
+    "QaRL rounded minus rollout-only by GPTQ": "QaRL rounded,\nrollout-only\nby GPTQ",
+}
 MARKS = {"GRPO": "o", "TBPO": "^"}
 SETTINGS = {
     "g64": "groups of 64",
     "channel": "one scale per channel",
-    "channel_portable": "the same, on a CPU without AVX-512",
+    "channel_portable": "the same, no AVX-512",
     "stale": "8 updates a batch",
     "fp8": "float8",
-    "undistilled": "groups of 64, another start",
+    "undistilled": "64, another start",
 }
 WIDTH = 0.6  # of the places of one column's dots
 
@@ -140,8 +145,9 @@ def pairs_picture() -> Figure:
     axis.axhline(0, color="0.6", linewidth=1)
     colours = dict(zip(SETTINGS, COLOURS, strict=False))
 
-    for column, (_, first, second) in enumerate(CHOICES[: len(COLUMNS)]):
-        pairs = pairs_of_choice(first, second)
+    contrasts = {what: (first, second) for what, first, second in CHOICES}
+    for column, what in enumerate(COLUMNS):
+        pairs = pairs_of_choice(*contrasts[what])
         mean, error = mean_and_error([pair.points for pair in pairs])
         axis.bar(column, 2 * error, width=0.8, bottom=mean - error, color="0.9", zorder=0)
         axis.hlines(mean, column - 0.4, column + 0.4, color="0.4")
@@ -157,7 +163,7 @@ def pairs_picture() -> Figure:
                 elinewidth=0.8,
             )
 
-    axis.set_xticks(range(len(COLUMNS)), COLUMNS)
+    axis.set_xticks(range(len(COLUMNS)), list(COLUMNS.values()))
     axis.set_ylabel("QaRL less\nrollout-only, points")
 
     lines = []

@@ -82,6 +82,13 @@ def test_the_advice_has_the_figures_of_its_pairs():
     below_bf16 = points["QaRL from a distilled start minus bf16 rollouts by GPTQ"]
     of_a_start = points_by_row(real_table.differences_table("undistilled"), 5)["the engine's weights, both by GPTQ"]
 
+    of_both = []
+    for seed in (3, 4, 5):
+        by_gptq = real_table.shares(real_table.read_cell("undistilled", "bf16 GRPO", seed), "gptq")
+        rounded_one = real_table.shares(real_table.read_cell("distilled", "rollout-only GRPO", seed), "low_bit")
+        of_both.append(real_table.points_between(by_gptq, rounded_one))
+    rollout_only_below = real_table.mean_gain(of_both).removeprefix("-")
+
     sentences = {
         "docs/results.md": [
             f"GPTQ gained {gptq} points over rounding",
@@ -94,7 +101,7 @@ def test_the_advice_has_the_figures_of_its_pairs():
         "docs/which_learner.md": [f"{of_rollout_only} points below bf16 rollouts, both with GPTQ"],
         "README.md": [
             f"rollout-only, then GPTQ, was {as_trained} points better ([13 pairs]",
-            f"it ended {below_bf16} below bf16 rollouts with GPTQ (three pairs)",
+            f"it ended {below_bf16} below bf16 rollouts with GPTQ, and rollout-only {rollout_only_below} (three",
         ],
     }
     for page, said in sentences.items():
@@ -139,7 +146,7 @@ def test_the_pairs_of_the_advice_by_regime():
     others = [statistics.fmean(map(statistics.fmean, points)) for points in by_regime.values()]
 
     text = (ROOT / "docs" / "results.md").read_text()
-    assert f"is {of_undistilled} from the start of `undistilled` (three pairs)" in text
+    assert f"is {of_undistilled} in the first table's setting (three pairs)" in text
     assert f"and {max(others):.1f} to {min(others):.1f} in the other regimes" in text
     # "One of the 17 pairs is in FP8."
     rounded = real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))
@@ -161,7 +168,7 @@ def test_what_the_higher_rate_costs_is_that_of_the_table():
 
     text = (ROOT / "docs" / "results.md").read_text()
     lower = f"rollout-only GRPO with GPTQ by {rollout_only} points, QaRL GRPO as trained by {qarl}."
-    assert f"{lower} There QaRL as trained was {between} above rollout-only with GPTQ." in text
+    assert f"{lower} There QaRL as trained was {between} above rollout-only with GPTQ, and" in text
 
 
 def test_figures_in_sentences_are_those_of_the_cells():
@@ -170,15 +177,30 @@ def test_figures_in_sentences_are_those_of_the_cells():
     learners = (ROOT / "docs" / "which_learner.md").read_text()
 
     # By whether answers are greedy.
-    gains = {True: [], False: []}
-    for arm in ("rollout-only GRPO", "rollout-only GRPO, TRL default", "QaRL GRPO"):
-        for model in ("masters", "low_bit", "gptq"):
-            for greedy, gained in gains.items():
-                before = score_of("before training", 2, model, greedy)
-                gained.append(score_of(arm, 3, model, greedy) - before)
-    sampled = statistics.fmean(gains[False])
-    greedily = statistics.fmean(gains[True])
-    assert f"gained {sampled:.1f} points on sampled answers, and {greedily:.1f} on greedy ones" in results
+    before = real_table.read_cell("undistilled", "before training", 3)
+    gains = {}
+    for greedy in (False, True):
+        rows = []
+        for arm in ("bf16 GRPO", "rollout-only GRPO", "QaRL GRPO"):
+            for seed in (3, 4, 5):
+                cell = real_table.read_cell("undistilled", arm, seed)
+                for model in ("masters", "low_bit", "gptq"):
+                    scores = [real_table.shares(one, model, greedy) for one in (before, cell)]
+                    rows.append(real_table.points_between(*scores))
+        gains[greedy] = real_table.mean_gain(rows).removeprefix("+")
+    assert f"gained {gains[False]} points on sampled answers, and {gains[True]} on greedy ones" in results
+
+    # The choice of the first table, without its three pairs.
+    others = real_table.pairs_of_choice(("rollout-only", "gptq"), ("QaRL", "low_bit"))
+    without = [pair.points for pair in others if pair.regime != "undistilled"]
+    assert len(without) == 10
+    assert f"and {real_table.mean_gain(without).removeprefix('-')} points below in the other ten pairs" in results
+
+    of_g64 = []
+    for seed in (2, 3):
+        cells = [real_table.read_cell("g64", f"{learner} GRPO", seed) for learner in ("QaRL", "rollout-only")]
+        of_g64.append(real_table.gain(real_table.difference(*cells, ("low_bit", "gptq"))).removeprefix("+"))
+    assert f"was {' and '.join(of_g64)} points above QaRL GRPO as trained" in results
 
     frozen = score_of("QaRL TBPO, LoRA beside a frozen base", 0, "low_bit")
     whole = score_of("QaRL TBPO", 0, "low_bit")
