@@ -45,6 +45,7 @@ COMPARED = (
     # Added when all seeds of both losses were run: the best of each side.
     ("QaRL TBPO minus QaRL GRPO", ("QaRL GRPO", "rounded"), ("QaRL TBPO", "rounded")),
     ("QaRL TBPO rounded minus rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL TBPO", "rounded")),
+    ("QaRL GSPO rounded minus rollout-only GRPO by GPTQ", ("rollout-only GRPO", "gptq"), ("QaRL GSPO", "rounded")),
 )
 # Of the start of `long` after its distillation: from, to, each with its regime.
 DISTILLED = "long_distilled"

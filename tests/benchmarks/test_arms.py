@@ -236,6 +236,9 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     assert above_by_name("long", best_sides) == "6 of 8"
     assert above_by_name("long_stale_slow", deployed) == above_by_name("long_stale_slow", best_sides) == "1 of 8"
     assert "at the first rate five and six of eight are above, at the second one of eight" in results
+    by_gspo = "QaRL GSPO rounded minus rollout-only GRPO by GPTQ"
+    assert [above_by_name(regime, by_gspo) for regime in ("long", "long_stale_slow")] == ["3 of 8", "1 of 8"]
+    assert "For QaRL GSPO it is three and one of eight" in results
     assert f"it is the other way round ({slow[deployed]}, eight pairs" in (ROOT / "dev" / "log.md").read_text()
 
     # "Both below the untrained start with GPTQ", and "no arm is above that, except bf16 GRPO, by 0.8".
