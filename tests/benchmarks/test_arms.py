@@ -228,7 +228,7 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     results = (ROOT / "docs" / "results.md").read_text()
     assert f"as trained, ended {points[deployed]} points above rollout-only GRPO with GPTQ (eight pairs)" in results
     assert f"where training gains, it ended {below} below (eight pairs)" in results
-    assert f"For QaRL TBPO the two are {points[best_sides]} above, and {tbpo_below} below" in results
+    assert f"QaRL TBPO ended {points[best_sides]} above it, and at the lower rate {tbpo_below} below" in results
     assert f"QaRL TBPO is {tbpo_of_both} above rollout-only TBPO with GPTQ" in results
     assert f"without TIS is {slow['the same, without TIS']} below QaRL GRPO" in results
     # "Five and six of eight, at the second one of eight": README.md, too.
