@@ -99,12 +99,14 @@ def test_the_advice_has_the_figures_of_its_pairs():
             f"and {of_the_other} above",
             f"It ended {as_trained} points above QaRL as trained (13 pairs)",
             f"QaRL is {rounded} above rollout-only (17 pairs)",
-            f"QaRL ended {below_bf16} points below bf16 rollouts with GPTQ, and {from_distilled} above rollout-only",
+            f"From there QaRL ended {below_bf16} points below bf16 rollouts with GPTQ, and {from_distilled} above "
+            "rollout-only with GPTQ; neither start of these was distilled",
         ],
         "docs/which_learner.md": [f"{of_rollout_only} points below bf16 rollouts, both with GPTQ"],
         "README.md": [
             f"rollout-only, then GPTQ, was {as_trained} points better ([13 pairs]",
-            f"it ended {below_bf16} below bf16 rollouts with GPTQ, and rollout-only {rollout_only_below} (three",
+            f"it ended {below_bf16} below bf16 rollouts with GPTQ, and rollout-only {rollout_only_below} "
+            "(three pairs)",
         ],
     }
     for page, said in sentences.items():
