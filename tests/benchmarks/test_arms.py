@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import statistics
 from argparse import Namespace
 from itertools import islice
 
@@ -227,8 +228,8 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
 
     results = (ROOT / "docs" / "results.md").read_text()
     assert f"as trained, ended {points[deployed]} points above rollout-only GRPO with GPTQ (eight pairs)" in results
-    assert f"where training gains, it ended {below} below (eight pairs)" in results
-    assert f"QaRL TBPO ended {points[best_sides]} above it, and at the lower rate {tbpo_below} below" in results
+    assert f"with four times the updates it ended {below} below (eight pairs)" in results
+    assert f"afterwards) ended {points[best_sides]} above it, and at the lower rate {tbpo_below} below" in results
     assert f"QaRL TBPO is {tbpo_of_both} above rollout-only TBPO with GPTQ" in results
     assert f"without TIS is {slow['the same, without TIS']} below QaRL GRPO" in results
     # "Five and six of eight, at the second one of eight": README.md, too.
@@ -239,19 +240,59 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     by_gspo = "QaRL GSPO rounded minus rollout-only GRPO by GPTQ"
     assert [above_by_name(regime, by_gspo) for regime in ("long", "long_stale_slow")] == ["3 of 8", "1 of 8"]
     assert "For QaRL GSPO it is three and one of eight" in results
+    readme = (ROOT / "README.md").read_text()
+    assert "in 5 (GRPO), 6 (TBPO) and 3 (GSPO) of 8 pairs, at a third of the rate in 1 each" in readme
     assert f"it is the other way round ({slow[deployed]}, eight pairs" in (ROOT / "dev" / "log.md").read_text()
 
-    # "Both below the untrained start with GPTQ", and "no arm is above that, except bf16 GRPO, by 0.8".
+    # "No arm is above that, except bf16 GRPO, by 0.8": the untrained start with GPTQ.
     start = json.loads((arms.FOLDER / "long_before.json").read_text())["scores"]["gptq"]
-    best = {}
-    for arm in arms.PORTABLE_ARMS:
-        means = []
-        for way in ("as it is", "rounded", "gptq"):
-            shares = arms_table.scores_by_seed("long", arm, way).values()
-            means.append(sum(shares) / len(shares))
-        best[arm] = max(means)
+    best = {arm: max(map(statistics.fmean, shares_by_deployment("long", arm).values())) for arm in arms.PORTABLE_ARMS}
     assert [arm for arm, share in best.items() if share > start] == ["bf16 GRPO"]
     assert f"{100 * (best['bf16 GRPO'] - start):.1f}" == "0.8"
+
+
+def shares_by_deployment(regime, arm):
+    """Right answers of each seed, as it is, rounded and by GPTQ."""
+    ways = ("as it is", "rounded", "gptq")
+    return {way: list(arms_table.scores_by_seed(regime, arm, way).values()) for way in ways}
+
+
+def test_the_arms_that_gain_at_the_lower_rate_are_those_of_the_sentence():
+    start = json.loads((arms.FOLDER / "long_before.json").read_text())["scores"]["gptq"]
+    gains = {}
+    for arm in arms.PORTABLE_ARMS:
+        by_way = shares_by_deployment("long_stale_slow", arm)
+        # What is deployed in 4 bits.
+        shares = max(by_way["rounded"], by_way["gptq"], key=statistics.fmean)
+        points, above, _ = arms_table.summary([100 * (share - start) for share in shares])
+        assert above.endswith("of 8")
+        if points.startswith("+"):
+            gains[arm] = points.removeprefix("+")
+
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert len(arms.PORTABLE_ARMS) == 8
+    assert list(gains) == ["bf16 GRPO", "rollout-only GRPO", "QaRL GSPO", "QaRL TBPO"]
+    assert "four of eight arms gain:" in results
+    of_gptq = f"bf16 and rollout-only GRPO with GPTQ ({gains['bf16 GRPO']}, {gains['rollout-only GRPO']})"
+    rounded = f"QaRL GSPO and TBPO, rounded ({gains['QaRL GSPO']}, {gains['QaRL TBPO']})"
+    assert f"Above the start with GPTQ are {of_gptq}, and {rounded}." in results
+
+
+def test_rollout_only_in_the_hard_toy_is_good_unquantized_and_was_not_scored_by_gptq():
+    cells = arms_table.read("hard", "rollout-only GRPO")
+    of_learner = [100 * cell["accuracy_learner"] for cell in cells]
+    mean = f"{statistics.fmean(of_learner):.0f} ± {statistics.stdev(of_learner):.0f}"
+
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert f"In bfloat16, rollout-only GRPO has {mean}; by GPTQ it was not scored." in results
+    assert all("scores" not in cell for cell in cells)
+
+    # "Without them every arm that ran has 97 to 98."
+    means = []
+    for arm in arms.ARMS:
+        easy = [100 * cell["accuracy_after"] for cell in arms_table.read("easy", arm)]
+        means += [statistics.fmean(easy)] if easy else []
+    assert {f"{mean:.0f}" for mean in means} == {"97", "98"}
 
 
 def test_figures_of_the_hot_toy_in_sentences_are_those_of_its_cells():
@@ -265,6 +306,9 @@ def test_figures_of_the_hot_toy_in_sentences_are_those_of_its_cells():
         f"of {sum(collapsed.values())} of {runs} rollout-only runs (four arms) collapsed, and of no other run" in text
     )
     assert [arm for arm in cells if collapsed[arm] and arm not in rollout_only] == []
+    of_long = [cell for arm in rollout_only for cell in arms_table.read("long", arm)]
+    learners = (ROOT / "docs" / "which_learner.md").read_text()
+    assert f"With 376 tokens {sum(map(arms_table.collapsed, of_long))} of {len(of_long)} did." in learners
 
     # "Every arm, bf16 GRPO too, ends below the start in bfloat16 (87)", whichever way it is deployed.
     start = arms_table.starts_of("hot_portable")["bf16"]
@@ -309,6 +353,11 @@ def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
     above_rollout_only = f"{points['QaRL minus rollout-only, both rounded']} above rollout-only GRPO"
     assert f"QaRL GRPO ended at {mean} % rounded, {above_bf16} and {above_rollout_only}, also rounded" in text
     assert f"ended {points['QaRL rounded, this start minus that of *long*']} points lower" in text
+    bf16 = arms_table.scores_by_seed("long", "bf16 GRPO", "gptq")
+    above = [cell for cell in cells if cell["scores"]["rounded"] > bf16[cell["seed"]]]
+    assert (len(above), len(cells), len(bf16)) == (1, 3, 8)
+    of_all = f"{100 * statistics.fmean(bf16.values()):.1f} %"
+    assert f"one of the three pairs is above it, and over eight seeds it has {of_all}" in text
     for arm in arms.DISTILLED_ARMS:
         for way in ("rounded", "gptq", "distilled"):
             shares = arms_table.scores_by_seed("long_distilled", arm, way).values()
