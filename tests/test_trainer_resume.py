@@ -323,6 +323,24 @@ def test_a_model_that_an_earlier_trainer_of_the_script_has_changed_resumes(dense
     assert resumed.state.global_step == 4
 
 
+def test_a_checkpoint_of_a_training_set_that_a_script_put_in_later_is_of_another_run(dense_model, tmp_path):
+    """Two calls of `train` for a curriculum: a script that begins anew must not resume the first from the second."""
+    trainer = make(dense_model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2, **STEPWISE)
+    trainer.train()
+    assert read_manifest(tmp_path / "checkpoint-2")["replaced_data"] == "none"
+    trainer.train_dataset = prompts(7)
+    trainer.train()
+
+    again = make(dense_model, tmp_path, max_steps=4, **STEPWISE)
+    with pytest.raises(ValueError, match="of another run: replaced_data was '7 rows, .*, and is 'none'"):
+        again.train(resume_from_checkpoint=True)
+
+    # Control: with the rows of the checkpoint it resumes.
+    again.train_dataset = prompts(7)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+
+
 @pytest.fixture(scope="module")
 def halfway(dense_model, tmp_path_factory):
     """The checkpoint of two updates at a rate of 1e-3."""

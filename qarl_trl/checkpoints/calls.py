@@ -18,7 +18,7 @@ from ..quant.store import LowBitStore
 from .changes import KEPT_BY_OPTIMIZER, READ_IN_TRAIN, changes, compared_settings, rows_per_update
 from .data_order import DataOrderMixin, EpochWatch
 from .folder import read_manifest
-from .identity import SETTINGS
+from .identity import REPLACED_DATA, SETTINGS, replaced_data_fact
 from .lock import holding
 from .model import ModelMixin
 from .optimizer import say_if_of_another_model
@@ -41,6 +41,7 @@ class CallMixin(DataOrderMixin, ModelMixin):
 
     Attributes:
         _identity: The facts that identify the run in its manifests.
+        _first_data: The training set of the trainer's arguments, as the trainer has prepared it.
         _made: What the optimizer began with, from [`~qarl_trl.checkpoints.optimizer.made_fact`]; `None` before there
             is one.
         _made_with: The settings of the run at that time.
@@ -49,6 +50,7 @@ class CallMixin(DataOrderMixin, ModelMixin):
     """
 
     _identity: dict[str, Any]
+    _first_data: Any
     _made: list[dict[str, str]] | None = None
     _made_with: Mapping[str, Any] = {}
     _optimizer_of_trainer: Any = None
@@ -75,6 +77,7 @@ class CallMixin(DataOrderMixin, ModelMixin):
                 failed; with quantization if the model has no low-bit layers.
         """
         self._check_can_train()
+        self._identify_data()
         # For the comparison with a checkpoint; without one less may count, see below.
         self._identity[SETTINGS] |= self._settings_that_count(is_resumed=True)
 
@@ -122,6 +125,13 @@ class CallMixin(DataOrderMixin, ModelMixin):
                 "trainer.model has no low-bit layers, so it would train in high precision: a script replaced it, or "
                 "removed its quantization. Make a new trainer with that model."
             )
+
+    def _identify_data(self) -> None:
+        """Add the training set that a script has put in place of the first one, for a curriculum in several calls."""
+        replaced = "none"
+        if self.train_dataset is not self._first_data:
+            replaced = on_first(self.args, lambda: replaced_data_fact(self.train_dataset))
+        self._identity[REPLACED_DATA] = replaced
 
     def _checkpoint_to_resume(self, wish: str | bool | None, never: str | None) -> str | None:
         """

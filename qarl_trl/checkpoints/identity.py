@@ -68,6 +68,8 @@ PACKERS = "processes_of_rows"
 _SINGLY = ("DPOConfig", "CPOConfig", "ORPOConfig", "RewardConfig")
 # The entry of the tokenizer that a script gave.
 TOKENIZER = "tokenizer"
+# The entry of the training set that a script has put in place of that of the arguments, known in `train`.
+REPLACED_DATA = "replaced_data"
 # The entry of the settings of the run, by name.
 SETTINGS = "settings"
 # The entry of the reward functions among them. It is in no config.
@@ -255,6 +257,11 @@ def _name_of(function: Any) -> str:
     # An object that can be called has the name of its class.
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
+
+
+def replaced_data_fact(data: Any) -> str:
+    """What identifies a training set that a script has put in place of that of the trainer's arguments."""
+    return f"{_data_fact(data)}, shown through {_transform_fact(data)}"
 
 
 def _data_fact(data: Any) -> str:

@@ -135,6 +135,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         with construction(type(self), partial(self._build_engine, args), self._loader(args), with_low_bits):
             super().__init__(*by_place, **named)
+        self._first_data = self.train_dataset
 
         if args.has_engine:
             engine = getattr(self, "vllm_generation", None)
