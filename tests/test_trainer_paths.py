@@ -82,12 +82,12 @@ def test_a_resume_reads_its_checkpoint_where_it_was(here, moving_reward):
 
 def test_a_name_of_the_hub_stays_a_name(here, tmp_path):
     from qarl_trl.trainers.loading import anchor_model
-    from qarl_trl.trainers.low_bit import _anchor_folders
+    from qarl_trl.trainers.settings import anchor_folders
 
     # "some/model" may be a folder of another machine or a name. What is not here is left as it is.
     args = QaRLConfig(**without_engine("run", sync_folder="sync"))
     assert anchor_model("some/model") == "some/model"
     assert anchor_model("model") == str(here / "model")
-    _anchor_folders(args)
+    anchor_folders(args)
     assert args.output_dir == str(here / "run")
     assert args.sync_folder == str(here / "sync")

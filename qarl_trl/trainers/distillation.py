@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
-from torch import nn
 from trl import DistillationTrainer
 from trl.data_utils import is_conversational
-from trl.trainer.utils import create_model_from_path
 
 from .configs import LowBitDistillationConfig
 from .low_bit import LowBitMixin
@@ -99,8 +97,6 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         self.learns_from_itself = learns_from_itself
         if not learns_from_itself:
             args.teacher_model_name_or_path = name_of_teacher(teacher_model)
-        # TRL has a loader for names, and student and teacher may be models already.
-        self._loads_student = isinstance(model, str)
         # Answers of the rows that are being prepared, for `distill_on="answers"`.
         self._answers: list[Any] = []
 
@@ -120,20 +116,6 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         # TRL takes `None` for a teacher that a subclass brings, and the student has its adapter only now.
         if shares_base:
             self.teacher_model = BaseOfAdapter(self.model)
-
-    def _loader(self, args: Any) -> Any:
-        """Loads the student as for every trainer, and the teacher by TRL's own loader."""
-        load_student = super()._loader(args)
-        if load_student is None or not self._loads_student:
-            return None
-        # TRL loads the student first, and both by one function. Their names may be the same.
-        loaders = [load_student]
-
-        def load(name: str, **loading: Any) -> nn.Module:
-            load_next = loaders.pop() if loaders else create_model_from_path
-            return load_next(name, **loading)
-
-        return load
 
     def _compute_loss(self, *args: Any) -> tuple:
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -48,8 +47,9 @@ from .loading import anchor_model, load_stored, load_whole, warn_of_another_refe
 from .policy import prepare_policy
 from .sampling import check_end_tokens, say_inherited
 from .setting_checks import check_order
-from .settings import LowBitConfig
+from .settings import LowBitConfig, anchor_folders
 from .shards import ShardsMixin
+from .teacher import for_policy_alone
 from .user_code import callback_of_user
 
 
@@ -119,7 +119,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
             warn_of_another_scheme(self._identity, args.model_init_kwargs)
 
         # After the checks, whose errors have the user's own words.
-        _anchor_folders(args)
+        anchor_folders(args)
         # By place or by name as they came: a user's constructor may take by name alone what TRL's takes by place.
         by_place = list(positional)
         replaced = {"model": anchor_model(model)}
@@ -133,7 +133,8 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
                 by_place[list(arguments).index(name)] = argument
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
-        with construction(type(self), partial(self._build_engine, args), self._loader(args), with_low_bits):
+        load = for_policy_alone(self._loader(args), replaced["model"], arguments.get("teacher_model"))
+        with construction(type(self), partial(self._build_engine, args), load, with_low_bits):
             super().__init__(*by_place, **named)
         self._first_data = self.train_dataset
 
@@ -385,15 +386,3 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
         metrics = getattr(self, "_metrics", None)
         if metrics is not None:
             metrics[mode][name].append(value)
-
-
-def _anchor_folders(args: Any) -> None:
-    """
-    Make the folders of a run absolute.
-
-    A reward function or a tool may change the current folder; what is saved later must not follow.
-    """
-    for field in ("output_dir", "logging_dir", "sync_folder"):
-        path = getattr(args, field, None)
-        if path:
-            setattr(args, field, os.path.abspath(path))

@@ -333,3 +333,18 @@ class LowBitConfig:
             )
             self.bf16 = self.mixed_precision == "bf16"
             self.fp16 = self.mixed_precision == "fp16"
+
+
+def anchor_folders(args: Any) -> None:
+    """
+    Make the folders of a run absolute.
+
+    A reward function or a tool may change the current folder; what is saved later must not follow.
+
+    Args:
+        args: The config of the run, which is changed.
+    """
+    for field in ("output_dir", "logging_dir", "sync_folder"):
+        path = getattr(args, field, None)
+        if path:
+            setattr(args, field, os.path.abspath(path))

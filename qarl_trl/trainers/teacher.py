@@ -14,10 +14,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.logging import get_logger
 from torch import nn
+from trl.trainer.utils import create_model_from_path
 
 from .._compat.sharding import fsdp_settings, is_zero3
 from ..checkpoints.same_run import run_of_masters
@@ -124,6 +126,29 @@ def own_start(model: str | nn.Module) -> str | nn.Module:
         model: The trainer's model, or its name.
     """
     return model if isinstance(model, str) else copy.deepcopy(model)
+
+
+def for_policy_alone(load: Callable[..., Any] | None, model: Any, teacher: Any) -> Callable[..., Any] | None:
+    """
+    Have one function load the policy, and TRL's own the teacher, which stays in high precision.
+
+    Args:
+        load: Loads the policy; `None` for TRL's loader.
+        model: The policy, or its name.
+        teacher: The same of a teacher; `None` without one, where any other model is a reference, as low as the policy.
+    """
+    if load is None or not isinstance(teacher, str):
+        return load
+    names = [model] if isinstance(model, str) else []
+
+    def load_next(name: str, *architecture: Any, **loading: Any) -> Any:
+        if name not in names:
+            return create_model_from_path(name, *architecture, **loading)
+        # The teacher may have the same name. TRL loads the policy first.
+        names.remove(name)
+        return load(name, *architecture, **loading)
+
+    return load_next
 
 
 def name_of_teacher(teacher: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, load_dataset
 from lines import write_rows
 from peft import LoraConfig
-from slow.toys import distinct_characters, prompts, save_model
+from slow.toys import distinct_characters, prompts, save_model, stored_tensors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import (
     DistillationConfig,
@@ -44,6 +44,7 @@ from qarl_trl import (
 )
 from qarl_trl._compat.construction import streams_its_weights
 from qarl_trl.quant.convert import remove_quantization
+from qarl_trl.quant.layers.layer import quantized_modules
 from trainers.runs import assert_saved, losses, moved, same_weights, settings, weights
 
 
@@ -228,45 +229,70 @@ def test_a_resumed_run_ends_with_the_same_bits(model, tmp_path, name):
     assert same_weights(resumed, first)
 
 
-def test_a_loader_that_wraps_another_resumes_at_the_end_of_an_epoch_alone(model, tmp_path):
-    """As TRL's IW-OPD has it. accelerate would skip rows of the loader in it, and stop after two of four updates."""
+def make_opd(model, folder, number_of_rows, peft_config=None, **changes):
+    """A trainer of IW-OPD, whose teacher is given by name."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-
-    def make_opd(folder, number_of_rows):
-        rows = []
-        for number in range(10, 10 + number_of_rows):
-            question = {"role": "user", "content": f"{number}+1="}
-            rows.append({"messages": [question, {"role": "assistant", "content": f"{number + 1}#"}]})
-        args = LowBitIWOPDConfig(
-            **settings(
-                folder,
-                max_steps=4,
-                save_strategy="steps",
-                save_steps=2,
-                per_device_train_batch_size=2,
-                gradient_accumulation_steps=2,
-                max_completion_length=8,
-                max_length=24,
-            )
+    rows = []
+    for number in range(10, 10 + number_of_rows):
+        question = {"role": "user", "content": f"{number}+1="}
+        rows.append({"messages": [question, {"role": "assistant", "content": f"{number + 1}#"}]})
+    args = LowBitIWOPDConfig(
+        **settings(
+            folder,
+            max_steps=4,
+            save_strategy="steps",
+            save_steps=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_completion_length=8,
+            max_length=24,
+            **changes,
         )
-        teacher = str(Path(model).with_name("teacher"))
-        data = Dataset.from_list(rows)
-        return LowBitIWOPDTrainer(model, teacher, args, train_dataset=data, processing_class=tokenizer)
+    )
+    teacher = str(Path(model).with_name("teacher"))
+    data = Dataset.from_list(rows)
+    return LowBitIWOPDTrainer(
+        model, teacher, args, train_dataset=data, processing_class=tokenizer, peft_config=peft_config
+    )
 
+
+def test_a_loader_that_wraps_another_resumes_at_the_end_of_an_epoch_alone(model, tmp_path):
+    """As TRL's IW-OPD has it. accelerate would skip rows of the loader in it, and stop after two of four updates."""
     # Two updates are an epoch.
-    whole = make_opd(tmp_path / "whole", 8)
+    whole = make_opd(model, tmp_path / "whole", 8)
     whole.train()
-    resumed = make_opd(tmp_path / "whole", 8)
+    resumed = make_opd(model, tmp_path / "whole", 8)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert resumed.state.global_step == 4
     assert same_weights(resumed, whole)
 
     # Half of one.
-    make_opd(tmp_path / "half", 16).train()
-    resumed = make_opd(tmp_path / "half", 16)
+    make_opd(model, tmp_path / "half", 16).train()
+    resumed = make_opd(model, tmp_path / "half", 16)
     with pytest.raises(ValueError, match="ends within an epoch, .* got _RepeatBatchDataLoader"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-2"))
+
+
+def test_a_named_teacher_stays_in_high_precision_beside_a_frozen_base(model, tmp_path):
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+    trainer = make_opd(model, tmp_path, 8, adapter, lora_base="frozen")
+
+    teacher = trainer.accelerator.unwrap_model(trainer.teacher_model)
+    assert list(quantized_modules(teacher)) == []
+    assert_has_weights_of(teacher, Path(model).with_name("teacher"))
+    # Control: the policy has low-bit layers.
+    assert list(quantized_modules(trainer.model))
+
+
+def assert_has_weights_of(model, folder):
+    """A model's weights are those of a folder's file, bit for bit."""
+    weights = dict(model.named_parameters())
+    stored = stored_tensors(folder)
+    assert stored
+    for name, tensor in stored.items():
+        assert torch.equal(weights[name], tensor), name
 
 
 class PassesOn(DPOTrainer):
