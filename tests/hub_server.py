@@ -21,6 +21,7 @@ WRITER = "hf_writer_secret"
 READER = "hf_reader_secret"
 # Status and content of an answer: JSON, or a file's bytes, or `None` for a file that is not there.
 Answer = tuple[int, Any]
+MISSING_REPOSITORY = {"error": "Repository not found"}
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,13 @@ class Hub:
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         if file:
             repo, branch, name = file.groups()
+            if repo not in self.branches:
+                return 404, MISSING_REPOSITORY
             return 200, self.files(repo, branch).get(name)
 
         repo, action, argument = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/([\w-]+)/(.+))?", path).groups()
         if repo not in self.branches:
-            return 404, {"error": "Repository not found"}
+            return 404, MISSING_REPOSITORY
         return self._answer_for(repo, action, argument, body, may_write)
 
     def _create(self, wanted: dict[str, Any], may_write: bool) -> Answer:
@@ -170,6 +173,11 @@ class _Handler(BaseHTTPRequestHandler):
 
         self.send_response(status)
         self.send_header("Content-Length", str(len(raw)))
+        # By these the client knows what is missing.
+        if content is None:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        elif content == MISSING_REPOSITORY:
+            self.send_header("X-Error-Code", "RepoNotFound")
         self.send_header("ETag", f'"{hashlib.sha1(raw).hexdigest()}"')
         # The client refuses a file that does not say of which commit it is.
         if "/resolve/" in self.path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, get_peft_model
@@ -10,6 +12,8 @@ from toy_runs import adapter, changed, copies_of, make, master_weights, without_
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl_trl import QaRLConfig, QaRLTrainer
+from qarl_trl.cpu_exact.ops import has_engine_ops, use_engine_ops
+from qarl_trl.learner.attention import attend_from_cache
 from qarl_trl.quant import apply_quantization, iter_low_bit_weights
 
 
@@ -92,14 +96,31 @@ def test_the_reference_of_all_weights_is_the_unquantized_model(dense_model, tmp_
 def test_a_reference_that_is_not_the_start_is_said(dense_model, tmp_path, caplog):
     """A script changes the model in memory, and TRL loads the reference from its files."""
 
-    def make_from_memory(folder, scale):
+    def make_from_memory(folder, scale, part=1):
+        caplog.clear()
         model = AutoModelForCausalLM.from_pretrained(dense_model)
         model.model.layers[0].mlp.up_proj.weight.data *= scale
+        # Its rope is another one with another number of positions.
+        model.config.max_position_embeddings //= part
         make(model, tmp_path / folder, beta=0.1)
-        return "The reference model is not the start of the run" in caplog.text
+        return re.findall("The reference model is not the start of the run: they differ in (.*?) TRL", caplog.text)
 
-    assert not make_from_memory("same", 1.0)  # control
-    assert make_from_memory("changed", 1.5)
+    assert make_from_memory("same", 1.0) == []  # control
+    assert make_from_memory("changed", 1.5) == ["model.layers.0.mlp.up_proj.weight."]
+    assert make_from_memory("shorter", 1.0, part=2) == ["max_position_embeddings of their configs."]
+
+
+def test_the_reference_does_not_attend_as_an_earlier_trainer_of_the_script_did(dense_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(dense_model, dtype=torch.float32)
+    use_engine_ops(model)
+    attend_from_cache(model, "fp8")
+    assert model.config._attn_implementation.endswith("_fp8")  # control
+
+    trainer = make(model, tmp_path, beta=0.1)
+
+    for of_run in (trainer.model, trainer.ref_model):
+        assert trainer.accelerator.unwrap_model(of_run).config._attn_implementation == "sdpa"
+    assert not has_engine_ops(trainer.model)
 
 
 def test_a_peft_model_is_trained_with_its_own_adapter_as_the_reference(dense_model, tmp_path):

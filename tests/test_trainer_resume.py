@@ -402,6 +402,15 @@ class FailsOnce(TrainerCallback):
             raise RuntimeError("as if out of memory")
 
 
+def test_a_manifest_has_the_micro_batches_that_a_script_set_after_the_constructor(dense_model, tmp_path):
+    """The Trainer reads their number in `train`."""
+    trainer = make(dense_model, tmp_path, max_steps=1, save_strategy="steps", save_steps=1, **STEPWISE)
+    trainer.args.gradient_accumulation_steps = 2
+    trainer.train()
+
+    assert read_manifest(tmp_path / "checkpoint-1")["settings"]["gradient_accumulation_steps"] == 2
+
+
 def test_a_call_after_one_that_failed_within_an_update_is_as_a_first_one(dense_model, tmp_path):
     """As in a notebook."""
     changes = {"gradient_accumulation_steps": 2, "steps_per_generation": 2}

@@ -25,7 +25,7 @@ KEPT_BY_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2"
 OF_OPTIMIZER = (*KEPT_BY_OPTIMIZER, "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 # What a call of `train` reads anew, the first five only if it makes an optimizer: a script may have changed it since
 # an earlier call.
-READ_IN_TRAIN = (*OF_OPTIMIZER, "max_grad_norm", "max_steps", "num_train_epochs")
+READ_IN_TRAIN = (*OF_OPTIMIZER, "max_grad_norm", "max_steps", "num_train_epochs", "gradient_accumulation_steps")
 
 # Those of the configs of this package. One that is not here, as a user's config of another trainer has, is refused.
 SETTINGS_BY_RULE: dict[Rule, tuple[str, ...]] = {

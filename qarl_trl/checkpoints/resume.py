@@ -9,6 +9,8 @@ from typing import Any
 
 from accelerate.logging import get_logger
 
+from ..export.files import LOW_BIT_FOLDER
+from ..export.outputs import outputs_of
 from ..guards import on_first
 from .folder import (
     INCOMING,
@@ -59,23 +61,33 @@ def resume_path(wish: str | bool | None, args: Any, identity: Mapping[str, Any] 
 def check_start(checkpoint: str | None, args: Any) -> None:
     """
     Refuse to begin another run beside the checkpoints of an earlier one: their numbers would be taken, and
-    `save_total_limit` would delete them. The first process decides for all.
+    `save_total_limit` would delete them. Nor may it begin beside a low-bit model that it would not replace, and that
+    would be taken for its own. The first process decides for all.
 
     Args:
         checkpoint: The checkpoint to resume from, from [`resume_path`]. `None`: the run starts from the beginning.
         args: Settings of the run.
 
     Raises:
-        ValueError: if `args.output_dir` holds checkpoints, complete or not, and `checkpoint` does not lie beside them.
-            The other processes raise `OSError`.
+        ValueError: if `args.output_dir` holds checkpoints, complete or not, and `checkpoint` does not lie beside them,
+            or a low-bit model beside which the run would save its own. The other processes raise `OSError`.
     """
     output_dir = Path(args.output_dir)
+    replaces_low_bit = outputs_of(args, is_adapter=True, in_checkpoint=False).low_bit is not None
 
     def check() -> None:
         _put_back(output_dir)
         present = sorted((folder.name for folder in checkpoint_folders(output_dir)), key=_step)
         goes_on = checkpoint is not None and _lies_in(Path(checkpoint), output_dir)
-        if not present or goes_on:
+        if goes_on:
+            return
+        low_bit = output_dir / LOW_BIT_FOLDER
+        if not replaces_low_bit and (low_bit / "config.json").is_file():
+            raise ValueError(
+                f"{low_bit} is the low-bit model of an earlier run, and this one does not replace it: move it, or use "
+                "another output_dir."
+            )
+        if not present:
             return
 
         if checkpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,9 +17,11 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .card import has_low_bit_model
-from .card_edits import CARD, addressed
+from .card_edits import CARD, addressed, edited_card
 from .files import RECIPE, is_llmcompressor_recipe, modules_here, weight_files
 
+
+logger = logging.getLogger(__name__)
 
 # The files of a model repository, besides its weights. A push leaves out pickles, logs, training state and all else.
 MODEL_FILES = (
@@ -93,18 +96,52 @@ def open_repo(
     return name
 
 
-def repository_of(args: Any) -> str:
+def repository_of(args: Any, start: str) -> str:
     """
-    Open the repository of a run, see [`open_repo`].
+    Open the repository of a run, see [`open_repo`], and refuse one whose model its push would replace unasked.
 
     Args:
         args: Settings of the run, a config with `LowBitConfig`.
+        start: The name of the model that it starts from.
 
     Returns:
         The repository's full name.
+
+    Raises:
+        OSError: as [`open_repo`].
+        ValueError: if a run in low bits would replace its start, or the base of an adapter another model.
     """
     name = args.hub_model_id or name_of_output(args)
-    return open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
+    repository = open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
+    base = base_repository(repository) if args.frozen and not args.from_checkpoint else None
+
+    if args.quantized and start in (repository, base):
+        raise ValueError(
+            f"A push to {repository} would replace the model that the run starts from ({start}) by a low-bit one: set "
+            "hub_model_id to another repository."
+        )
+    if base is not None and _holds_unquantized(base, args.hub_token, args.hub_revision):
+        raise ValueError(
+            f"A push to {repository} puts the adapter's base into {base}, which holds another model: set hub_model_id "
+            "to another repository."
+        )
+    return repository
+
+
+def base_repository(adapter: str) -> str:
+    """The repository of the base that a run quantized, beside that of its adapter."""
+    return f"{adapter}-base"
+
+
+def _holds_unquantized(name: str, token: str | None, revision: str | None) -> bool:
+    """Whether a repository has a model in high precision, which no run has pushed as the base of its adapter."""
+    api = HfApi(token=token)
+    with _errors_named(name, api, ""):
+        if not api.file_exists(name, "config.json", revision=revision):
+            return False
+        with tempfile.TemporaryDirectory() as folder:
+            file = api.hf_hub_download(name, "config.json", revision=revision, local_dir=folder)
+            return "quantization_config" not in json.loads(Path(file).read_text())
 
 
 def name_of_output(args: Any) -> str:
@@ -144,6 +181,8 @@ def push(
 
     with _errors_named(name, api, _ways_on(folder, name, revision)):
         present = api.list_repo_files(name, revision=revision)
+        if CARD in present and CARD in files and edited_card(folder) is None:
+            files = _without_card_of_user(files, api, name, revision)
         changes: list[Any] = [CommitOperationAdd(there, here) for there, here in files.items()]
         changes += [CommitOperationDelete(file) for file in present if _is_stale(file, files)]
         if RECIPE in present and RECIPE not in files and _holds_llmcompressor_recipe(api, name, revision):
@@ -166,6 +205,17 @@ def _ways_on(folder: Path | None, name: str, revision: str | None) -> str:
     else:
         retry = "trainer.push_to_hub(), or `qarl-trl train` with resume_from_checkpoint: auto,"
     return f" Nothing is lost: the model is in {folder}; {retry} tries again."
+
+
+def _without_card_of_user(files: dict[str, Any], api: HfApi, name: str, revision: str | None) -> dict[str, Any]:
+    """What is pushed: not a generated card, if a user has written or edited that in the repository."""
+    with tempfile.TemporaryDirectory() as there:
+        api.hf_hub_download(name, CARD, revision=revision, local_dir=there)
+        if edited_card(Path(there)) is None:
+            return files
+
+    logger.warning(f"{name} keeps its card, which is not one of qarl_trl's. Delete it there to get that of this push.")
+    return {file: content for file, content in files.items() if file != CARD}
 
 
 def _holds_llmcompressor_recipe(api: HfApi, name: str, revision: str | None) -> bool:

@@ -19,7 +19,7 @@ from .card_facts import base_facts, training_facts
 from .files import ADAPTER_CONFIG, BASE_FOLDER
 from .low_bit import quantization_config
 from .outputs import Outputs, outputs_of
-from .push import name_of_output, open_repo, push
+from .push import base_repository, name_of_output, open_repo, push
 
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class SharingMixin:
             facts = self._facts_of_base
             return facts["base_id"] or f"path/to/{facts['base']}"
         if self.hub_model_id:
-            return f"{self.hub_model_id}-base"
+            return base_repository(self.hub_model_id)
         return f"{ADDRESS}/{BASE_FOLDER}"
 
     @property

@@ -13,7 +13,7 @@ from trl.trainer.utils import create_model_from_path
 
 from .. import guards
 from ..quant.gemms.gemm import GemmChoice, plain_gemm
-from ..quant.names import base_model
+from ..quant.names import base_model, computed_by
 from ..quant.samples import sample
 from ..quant.start import load_frozen_base, load_master_weights
 
@@ -112,20 +112,33 @@ def warn_of_another_reference(policy: nn.Module, reference: nn.Module) -> None:
         policy: The trained model, whole.
         reference: The reference model, whole.
     """
-    of_reference = dict(reference.named_parameters())
+    difference = _first_difference(policy, reference)
+    if difference is not None:
+        logger.warning(
+            f"The reference model is not the start of the run: they differ in {difference}. TRL loads it from "
+            f"{base_model(policy).config._name_or_path}. Save the changed model, and name its folder as the model."
+        )
+
+
+def _first_difference(policy: nn.Module, reference: nn.Module) -> str | None:
+    """An entry of the configs, or a weight, in which two models differ; `None` if there is none."""
+    of_policy, of_reference = (computed_by(base_model(model).config.to_dict()) for model in (policy, reference))
+    for entry, value in of_policy.items():
+        # One that only one of the two has says nothing.
+        if of_reference.get(entry, value) != value:
+            return f"{entry} of their configs"
+
+    weights = dict(reference.named_parameters())
     for name, parameter in policy.named_parameters():
-        other = of_reference.get(name)
+        other = weights.get(name)
         if other is None or other.shape != parameter.shape:
             continue
         # In one dtype, because the two may be loaded in two.
         here = sample(parameter).cpu().to(torch.bfloat16)
         there = sample(other).cpu().to(torch.bfloat16)
         if not torch.equal(here, there):
-            logger.warning(
-                f"The reference model is not the start of the run: they differ in {name}. TRL loads it from "
-                f"{base_model(policy).config._name_or_path}. Save the changed model, and name its folder as the model."
-            )
-            return
+            return name
+    return None
 
 
 def anchor_model(model: Any) -> Any:

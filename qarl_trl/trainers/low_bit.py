@@ -44,7 +44,7 @@ from .callbacks import CheckLayers, TellStore
 from .engine import build_engine
 from .forwards import ForwardGuard, ForwardsMixin, Trust
 from .loading import anchor_model, load_stored, load_whole, warn_of_another_reference, warn_of_rounded_weights
-from .policy import prepare_policy
+from .policy import leave_earlier_run, prepare_policy
 from .sampling import check_end_tokens, say_inherited
 from .setting_checks import check_order
 from .settings import LowBitConfig, anchor_folders
@@ -131,6 +131,8 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
                 named[name] = argument
             else:
                 by_place[list(arguments).index(name)] = argument
+        if isinstance(model, nn.Module):
+            leave_earlier_run(model)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
         load = for_policy_alone(self._loader(args), replaced["model"], arguments.get("teacher_model"))

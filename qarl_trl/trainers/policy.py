@@ -58,6 +58,18 @@ def prepare_policy(model: nn.Module, args: Any, plan: QuantizationConfig | None)
         attend_from_cache(model, args.aligned_cache)
 
 
+def leave_earlier_run(model: nn.Module) -> None:
+    """
+    Undo how an earlier trainer of the script made a model attend and compute, before TRL loads a reference with its
+    attention.
+
+    Args:
+        model: The policy that the script gave, also a `PeftModel`.
+    """
+    attend_without_cache(model)
+    leave_engine_ops(model)
+
+
 def _round_as_engine(model: nn.Module, args: Any, is_low_bit: bool) -> None:
     """Let what is not quantized round where the engine does."""
     if args.engine_ops_for(model.config):

@@ -12,7 +12,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
-from ..export.files import BASE_FOLDER, check_no_adapter
+from ..export.files import ADAPTER_CONFIG, BASE_FOLDER, check_no_adapter
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs, is_peft_model
 from ..rollout.engine_settings import check_engine_arguments
@@ -68,7 +68,8 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         trainer_arguments: All arguments of the trainer by name.
 
     Raises:
-        TypeError: if `args` is no config with `LowBitConfig`, or `model` neither text nor a model.
+        TypeError: if `args` is no config with `LowBitConfig`, or of a class that no checkpoint can store, or `model`
+            neither text nor a model.
         ImportError: if the optimizer's package is missing, or peft has an untested version.
         ValueError: for settings that do not work together, with this device, or with these processes, and for a model
             that nothing would train.
@@ -76,6 +77,10 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     if not isinstance(args, LowBitConfig):
         raise TypeError(
             f"args must be a config with LowBitConfig (for QaRLTrainer a QaRLConfig), got {type(args).__name__}."
+        )
+    if "<locals>" in type(args).__qualname__:
+        raise TypeError(
+            f"{type(args).__qualname__} must be defined in a module, not in a function: checkpoints pickle the config."
         )
     if not isinstance(model, str | nn.Module):
         raise TypeError(f"model must be a name, a folder as text or a loaded model, got {type(model).__name__}.")
@@ -102,6 +107,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_not_quantized(model, args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
+        _check_not_mixed(args, with_adapter=bool(adapter_configs(model, trainer_arguments.get("peft_config"))))
         return
 
     _check_loading(args, trainer_arguments)
@@ -351,6 +357,17 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
             f"beta={beta}: the reference model is in high precision and the policy in low bits, so `kl` is above 0 "
             "from the first step (0.67 nats in one model), and the penalty also pulls the low-bit policy towards the "
             "high-precision start. With LoRA the reference is in low bits, and `kl` starts at 0."
+        )
+
+
+def _check_not_mixed(args: RunSettings, with_adapter: bool) -> None:
+    """Refuse (`ValueError`) a folder in which a model and an adapter would lie beside each other."""
+    if with_adapter:
+        check_adapter_target(args.output_dir)
+    elif Path(args.output_dir, ADAPTER_CONFIG).exists():
+        raise ValueError(
+            f"{args.output_dir} holds a LoRA adapter ({ADAPTER_CONFIG}), which transformers would load in place of "
+            "the model that this run saves. Use another."
         )
 
 

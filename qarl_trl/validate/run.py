@@ -96,7 +96,7 @@ def check_run(
     if args.push_to_hub:
         if isinstance(model, nn.Module):
             check_pushed_adapter(model, args)
-        on_first(args, lambda: repository_of(args))
+        on_first(args, lambda: repository_of(args, name))
     return source
 
 

@@ -158,6 +158,24 @@ def test_a_start_beside_checkpoints_is_refused_with_the_two_ways_on(tmp_path, ar
         check_start(None, args)
 
 
+def test_a_start_beside_a_low_bit_model_that_it_would_not_replace_is_refused(tmp_path):
+    """A run with a merged adapter has left it, and `export` would take it for that of a frozen base."""
+    low_bit = tmp_path / "low_bit"
+    low_bit.mkdir()
+    (low_bit / "config.json").write_text("{}")
+
+    check_start(None, config(tmp_path))  # control: a run that writes its own there
+    others = (config(tmp_path, lora_base="frozen"), config(tmp_path, quant_scheme="none"))
+    for args in others:
+        with pytest.raises(ValueError, match="low_bit is the low-bit model of an earlier run, .* move it"):
+            check_start(None, args)
+
+    # A run that goes on began beside it.
+    own = str(write(tmp_path, 1))
+    for args in others:
+        check_start(own, args)
+
+
 def test_a_resume_goes_on_beside_its_own_checkpoints_only(tmp_path, args):
     own = write(tmp_path, 1)
     check_start(str(own), args)

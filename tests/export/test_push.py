@@ -11,14 +11,15 @@ from hub_server import READER, WRITER, commit_of, running_hub
 from huggingface_hub import constants, snapshot_download
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load, load_file, save_file
-from slow.toys import save_model
+from slow.toys import distinct_characters, prompts, save_model
 from test_trainer import make
+from toy_runs import without_engine
 from trainers.runs import pairs
 from trainers.runs import settings as short_run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import hub as hub_of_transformers
 
-from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, cli
+from qarl_trl import LowBitDistillationConfig, LowBitDistillationTrainer, QaRLConfig, QaRLTrainer, cli
 from qarl_trl.export import save_low_bit
 from qarl_trl.export.card import write_card
 from qarl_trl.export.card_edits import GENERATED
@@ -126,6 +127,25 @@ def test_the_card_of_a_branch_says_so_there_alone(hub, low_bit):
     for main in (None, "main"):
         push(low_bit, "me/toy", "the main branch", revision=main)
         assert b"This is the branch" not in hub.files("me/toy")["README.md"]
+
+
+def test_a_card_that_a_user_edited_on_the_hub_stays(hub, low_bit, caplog):
+    write_card(low_bit, base_id="me/base", base="me/base")
+    push(low_bit, open_repo("me/toy"), "first")
+    generated = hub.files("me/toy")["README.md"]
+    push(low_bit, "me/toy", "second")
+    assert hub.files("me/toy")["README.md"] == generated  # control: a generated card is pushed again
+
+    edited = generated.replace(GENERATED.encode(), b"") + b"my words"
+    hub.branches["me/toy"]["main"][-1].files["README.md"] = edited
+    push(low_bit, "me/toy", "third")
+
+    assert hub.files("me/toy")["README.md"] == edited
+    assert "me/toy keeps its card" in caplog.text
+    # What a user has edited here is pushed.
+    (low_bit / "README.md").write_text("here")
+    push(low_bit, "me/toy", "fourth")
+    assert hub.files("me/toy")["README.md"] == b"here"
 
 
 def test_a_template_of_an_earlier_model_does_not_stay(hub, low_bit):
@@ -374,6 +394,35 @@ def test_an_adapter_is_pushed_with_the_base_that_its_run_quantized(hub, model, t
     card = files["README.md"].decode()
     assert "vllm serve me/toy-base --enable-lora --max-lora-rank 8 --lora-modules policy=me/toy" in card
     assert "vllm serve me/toy-base" in hub.files("me/toy-base")["README.md"].decode()
+
+
+def test_a_base_does_not_replace_a_model_of_the_user(hub, model, tmp_path):
+    """Nobody named the repository of the base: it is that of the adapter with an ending."""
+    push(Path(model), open_repo("me/toy-base"), "mine")
+    before = hub.files("me/toy-base")
+
+    with pytest.raises(ValueError, match="base into me/toy-base, which holds another model: set hub_model_id"):
+        pushing(model, tmp_path / "run", peft_config=adapter(), **FROZEN)
+    assert hub.files("me/toy-base") == before
+
+    # Control: a base of an earlier run is replaced.
+    cli.main(["export", model, str(tmp_path / "base")])
+    push(tmp_path / "base", "me/toy-base", "of an earlier run")
+    pushing(model, tmp_path / "run", peft_config=adapter(), **FROZEN)
+
+
+def test_a_low_bit_model_does_not_replace_the_start_of_its_run(hub, model, tmp_path):
+    def begin(repository, **changes):
+        loaded = AutoModelForCausalLM.from_pretrained(model)
+        loaded.config._name_or_path = repository
+        args = QaRLConfig(**without_engine(tmp_path / "run", push_to_hub=True, hub_model_id="me/toy", **changes))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        QaRLTrainer(loaded, distinct_characters, args, train_dataset=prompts(), processing_class=tokenizer)
+
+    with pytest.raises(ValueError, match=r"would replace the model that the run starts from \(me/toy\)"):
+        begin("me/toy")
+    begin("me/toy", quant_scheme="none")  # control: TRL's trainer goes on in one repository
+    begin("me/another")
 
 
 def test_beside_a_checkpoint_that_was_there_before_the_adapter_alone_is_pushed(hub, low_bit, tmp_path, caplog):

@@ -50,6 +50,36 @@ class LowBitDPOConfig(LowBitConfig, DPOConfig):
     """As a user may combine the two."""
 
 
+def test_a_model_and_an_adapter_are_not_saved_into_one_folder_without_quantization(tmp_path):
+    args = config(tmp_path, quant_scheme="none")
+    adapter = {"peft_config": LoraConfig(target_modules=["q_proj"])}
+    for arguments_of_run in ({}, adapter):
+        check_arguments("org/model", args, arguments_of_run)  # control: an empty folder
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_arguments("org/model", args, adapter)
+    with pytest.raises(ValueError, match="holds a LoRA adapter .* in place of the model that this run saves"):
+        check_arguments("org/model", args, {})
+
+    (tmp_path / "adapter_config.json").rename(tmp_path / "elsewhere.json")
+    (tmp_path / "model.safetensors").write_text("")
+    check_arguments("org/model", args, {})
+    with pytest.raises(ValueError, match="holds a model .* which the adapter of this run would be taken to belong to"):
+        check_arguments("org/model", args, adapter)
+
+
+def test_a_config_of_a_class_within_a_function_is_refused(tmp_path):
+    """The first checkpoint would pickle it, which takes a class by its module and name."""
+
+    @dataclass
+    class Within(LowBitConfig, CPOConfig):
+        pass
+
+    with pytest.raises(TypeError, match="locals>.Within must be defined in a module, not in a function"):
+        check_arguments("org/model", Within(str(tmp_path), use_cpu=True), {})
+    check_arguments("org/model", LowBitCPOConfig(str(tmp_path), use_cpu=True), {})  # control
+
+
 @pytest.mark.parametrize("kind", [QaRLConfig, LowBitDistillationConfig, LowBitDPOConfig])
 @pytest.mark.parametrize("changes", [{"every_n_layers": 2}, {"offload": True, "use_reentrant": False}])
 def test_checkpointing_that_fails_when_it_is_switched_on_again_is_refused(tmp_path, kind, changes):
