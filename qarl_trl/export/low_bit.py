@@ -271,15 +271,10 @@ def _same_bytes(stored: Tensor, tensor: Tensor) -> bool:
 def check_target(path: str | os.PathLike) -> None:
     """
     Refuse (`ValueError`) a folder with a training checkpoint or an unquantized model, which the low-bit model would
-    overwrite, one with a damaged config, which could be of such a model, and one with an adapter: transformers would
-    load that one in place of the model beside it.
+    overwrite, one with a damaged config, which could be of such a model, and one with an adapter.
     """
     path = Path(path)
-    if (path / ADAPTER_CONFIG).exists():
-        raise ValueError(
-            f"{path} holds a LoRA adapter ({ADAPTER_CONFIG}), which transformers would load in place of the low-bit "
-            "model, and which a push would share with it. Use another."
-        )
+    check_no_adapter_in(path)
     precious = [name for name in TRAINING_FILES if (path / name).exists()]
 
     config = path / "config.json"
@@ -309,6 +304,15 @@ def _are_in_low_bits(weights: list[Path]) -> bool:
         return any(name.endswith((".weight_scale", ".weight_packed")) for name in shapes_in(weights))
     except ValueError:
         return True
+
+
+def check_no_adapter_in(path: str | os.PathLike) -> None:
+    """Refuse (`ValueError`) a folder with an adapter: transformers would load it in place of the model beside it."""
+    if Path(path, ADAPTER_CONFIG).exists():
+        raise ValueError(
+            f"{path} holds a LoRA adapter ({ADAPTER_CONFIG}), which transformers would load in place of the model, "
+            "and which a push would share with it. Use another."
+        )
 
 
 def check_adapter_target(path: str | os.PathLike) -> None:

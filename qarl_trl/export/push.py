@@ -98,7 +98,7 @@ def open_repo(
 
 def repository_of(args: Any, start: str) -> str:
     """
-    Open the repository of a run, see [`open_repo`], and refuse one whose model its push would replace unasked.
+    Open the repository of a run, see [`open_repo`].
 
     Args:
         args: Settings of the run, a config with `LowBitConfig`.
@@ -109,7 +109,7 @@ def repository_of(args: Any, start: str) -> str:
 
     Raises:
         OSError: as [`open_repo`].
-        ValueError: if a run in low bits would replace its start, or the base of an adapter another model.
+        ValueError: if a low-bit model would replace the start of its run, or the base of an adapter another model.
     """
     name = args.hub_model_id or name_of_output(args)
     repository = open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
@@ -117,8 +117,8 @@ def repository_of(args: Any, start: str) -> str:
 
     if args.quantized and start in (repository, base):
         raise ValueError(
-            f"A push to {repository} would replace the model that the run starts from ({start}) by a low-bit one: set "
-            "hub_model_id to another repository."
+            f"A push to {repository} would replace the model that the run starts from ({start}): set hub_model_id to "
+            "another repository."
         )
     if base is not None and _holds_unquantized(base, args.hub_token, args.hub_revision):
         raise ValueError(

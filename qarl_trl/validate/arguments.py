@@ -12,7 +12,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from trl import DPOConfig, GRPOConfig, KTOConfig, RLOOConfig
 
 from ..export import LOW_BIT_FOLDER, check_adapter_target, check_target
-from ..export.files import ADAPTER_CONFIG, BASE_FOLDER, check_no_adapter
+from ..export.files import BASE_FOLDER, check_no_adapter
+from ..export.low_bit import check_no_adapter_in
 from ..quant.layers.layer import quantized_modules
 from ..quant.names import adapter_configs, is_peft_model
 from ..rollout.engine_settings import check_engine_arguments
@@ -362,13 +363,8 @@ def _warn_of_reference(args: RunSettings, with_adapter: bool) -> None:
 
 def _check_not_mixed(args: RunSettings, with_adapter: bool) -> None:
     """Refuse (`ValueError`) a folder in which a model and an adapter would lie beside each other."""
-    if with_adapter:
-        check_adapter_target(args.output_dir)
-    elif Path(args.output_dir, ADAPTER_CONFIG).exists():
-        raise ValueError(
-            f"{args.output_dir} holds a LoRA adapter ({ADAPTER_CONFIG}), which transformers would load in place of "
-            "the model that this run saves. Use another."
-        )
+    check = check_adapter_target if with_adapter else check_no_adapter_in
+    check(args.output_dir)
 
 
 def _check_targets(args: RunSettings, with_adapter: bool) -> None:
