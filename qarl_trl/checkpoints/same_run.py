@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -65,8 +64,6 @@ def check_same_run(checkpoint: str, identity: Mapping[str, Any], uses_deepspeed:
             _check_fact(name, checkpoint, stored, identity)
 
     for change in changed_settings(checkpoint, identity):
-        if _is_same_precision(change, stored):
-            continue
         reason = refuses(change, stored.get(WITHIN_BATCH, False), uses_deepspeed)
         if reason is not None:
             raise ValueError(
@@ -83,16 +80,6 @@ def _new_run(identity: Mapping[str, Any]) -> str:
     if identity.get("adapter"):
         return "start a new run"
     return "start a new run with the checkpoint as the model"
-
-
-def _is_same_precision(change: Change, stored: Mapping[str, Any]) -> bool:
-    """
-    Whether a run of an earlier version has only said less: it stored `bf16: false`, and computed in the precision of
-    the launcher, as the run does that resumes from it.
-    """
-    is_of_earlier_version = "compiled" not in stored
-    is_said_now = (change.name, change.before, change.now) == ("bf16", False, True)
-    return is_of_earlier_version and is_said_now and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
 
 
 def _check_fact(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

@@ -541,26 +541,3 @@ def test_settings_that_a_trainer_does_not_have_identify_no_run(tmp_path):
     assert facts["settings"]["packing"] is False
     assert "num_iterations" not in facts["settings"]
     assert "reward_funcs" not in facts["settings"]
-
-
-def test_a_run_of_an_earlier_version_in_the_precision_of_its_launcher_resumes(tmp_path, monkeypatch):
-    """It stored `bf16: false`, and computed in bfloat16."""
-    facts = json.loads(json.dumps(identity_of("a", config(tmp_path), None, {})))
-    del facts["compiled"]  # as it wrote no such fact
-    write(tmp_path, 1, **facts)
-
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    args = config(tmp_path)
-    assert args.bf16  # the launcher's
-    assert resume_path("true", args, identity_of("a", args, None, {}))
-
-    # Controls: a run that was not launched in it, and a checkpoint that says what it computed in.
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    args.bf16 = True
-    with pytest.raises(ValueError, match="bf16 was False"):
-        resume_path("true", args, identity_of("a", args, None, {}))
-
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    write(tmp_path, 2, **facts, compiled=False)
-    with pytest.raises(ValueError, match="bf16 was False"):
-        resume_path("true", args, identity_of("a", args, None, {}))
