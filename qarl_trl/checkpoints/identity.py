@@ -326,15 +326,3 @@ def _facts_of_adapter(config: Any) -> dict[str, Any]:
         if name in _ADAPTER or value not in (None, []):
             facts[name] = value
     return facts
-
-
-def of_earlier_version(facts: Mapping[str, Any], has_choice_of_layers: bool) -> dict[str, Any]:
-    """
-    The facts of an adapter, as earlier versions wrote them.
-
-    Args:
-        facts: Those of this version.
-        has_choice_of_layers: Whether that version wrote which layers an adapter chooses.
-    """
-    known = (*_ADAPTER, *_CHOICE_OF_LAYERS) if has_choice_of_layers else _ADAPTER
-    return {name: value for name, value in facts.items() if name in known}

@@ -12,7 +12,7 @@ from accelerate.logging import get_logger
 
 from .changes import Change, changes, refuses
 from .folder import MISSES_EPOCH_END, read_manifest
-from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, TOKENIZER, WORKERS, of_earlier_version, same_scheme
+from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, TOKENIZER, WORKERS, same_scheme
 from .models import folder_of
 
 
@@ -146,15 +146,6 @@ def _check_tokenizer(name: str, checkpoint: str, stored: Mapping[str, Any], iden
         _check_equal(name, checkpoint, stored, identity)
 
 
-def _check_adapter(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """The settings of the adapters."""
-    value = identity[name]
-    # Earlier versions stored fewer settings of an adapter.
-    if OPTIMIZER not in stored:
-        value = [of_earlier_version(facts, has_choice_of_layers=TRAINED in stored) for facts in value]
-    _compare(name, checkpoint, stored, identity, value)
-
-
 def _has_layers_in_routers(checkpoint: str) -> bool:
     """Whether a checkpoint is of a model with linear layers inside its routers. Of an adapter nobody knows here."""
     config = Path(checkpoint) / "config.json"
@@ -205,7 +196,6 @@ _CHECKS = {
     "weights": _check_weights,
     "scheme": _check_scheme,
     TOKENIZER: _check_tokenizer,
-    "adapter": _check_adapter,
 }
 
 
