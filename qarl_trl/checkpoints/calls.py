@@ -105,6 +105,9 @@ class CallMixin(DataOrderMixin, ModelMixin):
                 self._end_failed_call()
                 raise
             self._owns_checkpoints = True
+            if self._identity[REPLACED_DATA] == "none":
+                # TRL's A2PO has filtered it.
+                self._first_data = self.train_dataset
 
         if output.global_step == 0:
             raise NoUpdateError("The run ended without an update: train_dataset gave no full rollout batch.")

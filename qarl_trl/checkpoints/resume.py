@@ -70,7 +70,7 @@ def check_start(checkpoint: str | None, args: Any) -> None:
 
     Raises:
         ValueError: if `args.output_dir` holds checkpoints, complete or not, and `checkpoint` does not lie beside them,
-            or a low-bit model beside which the run would save its own. The other processes raise `OSError`.
+            or a low-bit model that the run would not replace. The other processes raise `OSError`.
     """
     output_dir = Path(args.output_dir)
     replaces_low_bit = outputs_of(args, is_adapter=True, in_checkpoint=False).low_bit is not None

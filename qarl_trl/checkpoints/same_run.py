@@ -11,8 +11,8 @@ from typing import Any
 from accelerate.logging import get_logger
 
 from .changes import Change, changes, refuses
-from .folder import MISSES_EPOCH_END, read_manifest
-from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, TOKENIZER, WORKERS, same_scheme
+from .folder import read_manifest
+from .identity import COMMIT, CONFIG, PACKERS, SETTINGS, WORKERS, same_scheme
 from .models import folder_of
 
 
@@ -140,12 +140,6 @@ def _check_scheme(name: str, checkpoint: str, stored: Mapping[str, Any], identit
         )
 
 
-def _check_tokenizer(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """The digest of the tokenizer."""
-    if not _has_digest_without_settings(stored):
-        _check_equal(name, checkpoint, stored, identity)
-
-
 def _has_layers_in_routers(checkpoint: str) -> bool:
     """Whether a checkpoint is of a model with linear layers inside its routers. Of an adapter nobody knows here."""
     config = Path(checkpoint) / "config.json"
@@ -155,13 +149,6 @@ def _has_layers_in_routers(checkpoint: str) -> bool:
     # Gemma-4 has dense models, too.
     text = content.get("text_config", content)
     return content.get("model_type") in ("gemma4", "gemma4_text", "zaya") and text.get("enable_moe_block", True)
-
-
-def _has_digest_without_settings(stored: Mapping[str, Any]) -> bool:
-    """Whether a version wrote the digest of a tokenizer that knew nothing of the settings which TRL writes into it."""
-    is_of_earlier_version = MISSES_EPOCH_END not in stored
-    settings = stored.get(SETTINGS, {})
-    return is_of_earlier_version and any(settings.get(name) for name in ("eos_token", "chat_template_path"))
 
 
 def _check_commit(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -195,7 +182,6 @@ _CHECKS = {
     PACKERS: _check_readers,
     "weights": _check_weights,
     "scheme": _check_scheme,
-    TOKENIZER: _check_tokenizer,
 }
 
 

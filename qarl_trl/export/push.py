@@ -112,18 +112,19 @@ def repository_of(args: Any, start: str) -> str:
         ValueError: if a low-bit model would replace the start of its run, or the base of an adapter another model.
     """
     name = args.hub_model_id or name_of_output(args)
+    pushes_base = args.frozen and not args.from_checkpoint
+    # Before the repository is made, if its owner is known.
+    if pushes_base and "/" in name:
+        _check_base(name, args)
     repository = open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
-    base = base_repository(repository) if args.frozen and not args.from_checkpoint else None
+    if pushes_base:
+        _check_base(repository, args)
 
-    if args.quantized and start in (repository, base):
+    start_branch = (args.model_init_kwargs or {}).get("revision") or "main"
+    if args.quantized and start == repository and start_branch == (args.hub_revision or "main"):
         raise ValueError(
-            f"A push to {repository} would replace the model that the run starts from ({start}): set hub_model_id to "
-            "another repository."
-        )
-    if base is not None and _holds_unquantized(base, args.hub_token, args.hub_revision):
-        raise ValueError(
-            f"A push to {repository} puts the adapter's base into {base}, which holds another model: set hub_model_id "
-            "to another repository."
+            f"A push to {repository} would replace the model that the run starts from: set hub_model_id to another "
+            "repository, or hub_revision to another branch."
         )
     return repository
 
@@ -133,15 +134,20 @@ def base_repository(adapter: str) -> str:
     return f"{adapter}-base"
 
 
-def _holds_unquantized(name: str, token: str | None, revision: str | None) -> bool:
-    """Whether a repository has a model in high precision, which no run has pushed as the base of its adapter."""
-    api = HfApi(token=token)
-    with _errors_named(name, api, ""):
-        if not api.file_exists(name, "config.json", revision=revision):
-            return False
-        with tempfile.TemporaryDirectory() as folder:
-            file = api.hf_hub_download(name, "config.json", revision=revision, local_dir=folder)
-            return "quantization_config" not in json.loads(Path(file).read_text())
+def _check_base(adapter: str, args: Any) -> None:
+    """Refuse (`ValueError`) to push the base of an adapter over a model in high precision: it is no run's base."""
+    name = base_repository(adapter)
+    api = HfApi(token=args.hub_token)
+    with _errors_named(name, api, ""), tempfile.TemporaryDirectory() as folder:
+        if not api.file_exists(name, "config.json", revision=args.hub_revision):
+            return
+        file = api.hf_hub_download(name, "config.json", revision=args.hub_revision, local_dir=folder)
+        config = json.loads(Path(file).read_text())
+    if "quantization_config" not in config:
+        raise ValueError(
+            f"A push to {adapter} puts the adapter's base into {name}, which holds another model: set hub_model_id "
+            "to another repository."
+        )
 
 
 def name_of_output(args: Any) -> str:

@@ -122,10 +122,12 @@ def warn_of_another_reference(policy: nn.Module, reference: nn.Module) -> None:
 
 def _first_difference(policy: nn.Module, reference: nn.Module) -> str | None:
     """An entry of the configs, or a weight, in which two models differ; `None` if there is none."""
-    of_policy, of_reference = (computed_by(base_model(model).config.to_dict()) for model in (policy, reference))
+    of_policy, of_reference = (
+        computed_by(base_model(model).config.get_text_config().to_dict()) for model in (policy, reference)
+    )
     for entry, value in of_policy.items():
-        # One that only one of the two has says nothing.
-        if of_reference.get(entry, value) != value:
+        # What only one of the two has says nothing, and a reference drops nothing.
+        if of_reference.get(entry, value) != value and "drop" not in entry and "jitter" not in entry:
             return f"{entry} of their configs"
 
     weights = dict(reference.named_parameters())

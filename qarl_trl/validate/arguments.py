@@ -79,7 +79,7 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
         raise TypeError(
             f"args must be a config with LowBitConfig (for QaRLTrainer a QaRLConfig), got {type(args).__name__}."
         )
-    if "<locals>" in type(args).__qualname__:
+    if "<locals>" in type(args).__qualname__ and args.save_strategy != "no":
         raise TypeError(
             f"{type(args).__qualname__} must be defined in a module, not in a function: checkpoints pickle the config."
         )
@@ -108,7 +108,9 @@ def check_arguments(model: str | nn.Module, args: RunSettings, trainer_arguments
     _check_not_quantized(model, args)
     # All that follows is about low-bit layers. Without them a run is TRL's.
     if not args.quantized:
-        _check_not_mixed(args, with_adapter=bool(adapter_configs(model, trainer_arguments.get("peft_config"))))
+        # A server saves nothing.
+        if "model" in trainer_arguments:
+            _check_not_mixed(args, with_adapter=bool(adapter_configs(model, trainer_arguments.get("peft_config"))))
         return
 
     _check_loading(args, trainer_arguments)

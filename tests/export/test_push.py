@@ -404,6 +404,7 @@ def test_a_base_does_not_replace_a_model_of_the_user(hub, model, tmp_path):
     with pytest.raises(ValueError, match="base into me/toy-base, which holds another model: set hub_model_id"):
         pushing(model, tmp_path / "run", peft_config=adapter(), **FROZEN)
     assert hub.files("me/toy-base") == before
+    assert "me/toy" not in hub.branches
 
     # Control: a base of an earlier run is replaced.
     cli.main(["export", model, str(tmp_path / "base")])
@@ -419,8 +420,9 @@ def test_a_low_bit_model_does_not_replace_the_start_of_its_run(hub, model, tmp_p
         tokenizer = AutoTokenizer.from_pretrained(model)
         QaRLTrainer(loaded, distinct_characters, args, train_dataset=prompts(), processing_class=tokenizer)
 
-    with pytest.raises(ValueError, match=r"would replace the model that the run starts from \(me/toy\)"):
+    with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
         begin("me/toy")
+    begin("me/toy", hub_revision="w4")  # control: another branch
     begin("me/toy", quant_scheme="none")  # control: TRL's trainer goes on in one repository
     begin("me/another")
 

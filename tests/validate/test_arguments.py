@@ -52,18 +52,20 @@ class LowBitDPOConfig(LowBitConfig, DPOConfig):
 
 def test_a_model_and_an_adapter_are_not_saved_into_one_folder_without_quantization(tmp_path):
     args = config(tmp_path, quant_scheme="none")
-    adapter = {"peft_config": LoraConfig(target_modules=["q_proj"])}
-    for arguments_of_run in ({}, adapter):
+    full = {"model": "org/model"}
+    adapter = full | {"peft_config": LoraConfig(target_modules=["q_proj"])}
+    for arguments_of_run in (full, adapter):
         check_arguments("org/model", args, arguments_of_run)  # control: an empty folder
 
     (tmp_path / "adapter_config.json").write_text("{}")
     check_arguments("org/model", args, adapter)
     with pytest.raises(ValueError, match="holds a LoRA adapter .* in place of the model"):
-        check_arguments("org/model", args, {})
+        check_arguments("org/model", args, full)
+    check_arguments("org/model", args, {})  # control: a server
 
     (tmp_path / "adapter_config.json").rename(tmp_path / "elsewhere.json")
     (tmp_path / "model.safetensors").write_text("")
-    check_arguments("org/model", args, {})
+    check_arguments("org/model", args, full)
     with pytest.raises(ValueError, match="holds a model .* which the adapter of this run would be taken to belong to"):
         check_arguments("org/model", args, adapter)
 
@@ -77,7 +79,9 @@ def test_a_config_of_a_class_within_a_function_is_refused(tmp_path):
 
     with pytest.raises(TypeError, match="locals>.Within must be defined in a module, not in a function"):
         check_arguments("org/model", Within(str(tmp_path), use_cpu=True), {})
-    check_arguments("org/model", LowBitCPOConfig(str(tmp_path), use_cpu=True), {})  # control
+    # Controls: a run that saves no checkpoint, and a class of a module.
+    check_arguments("org/model", Within(str(tmp_path), use_cpu=True, save_strategy="no"), {})
+    check_arguments("org/model", LowBitCPOConfig(str(tmp_path), use_cpu=True), {})
 
 
 @pytest.mark.parametrize("kind", [QaRLConfig, LowBitDistillationConfig, LowBitDPOConfig])
