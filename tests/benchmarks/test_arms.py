@@ -240,6 +240,12 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     by_gspo = "QaRL GSPO rounded minus rollout-only GRPO by GPTQ"
     assert [above_by_name(regime, by_gspo) for regime in ("long", "long_stale_slow")] == ["3 of 8", "1 of 8"]
     assert "For QaRL GSPO it is three and one of eight" in results
+    by_rate = [
+        f"{100 * statistics.fmean(shares_by_deployment(regime, 'rollout-only GRPO')['gptq']):.0f} %"
+        for regime in ("long_stale_slow", "long")
+    ]
+    learners = (ROOT / "docs" / "which_learner.md").read_text()
+    assert f"rollout-only GRPO with GPTQ had {by_rate[0]} there, not {by_rate[1]}" in learners
     readme = (ROOT / "README.md").read_text()
     assert "in 5 (GRPO), 6 (TBPO) and 3 (GSPO) of 8 pairs, at a third of the rate in 1 each" in readme
     assert f"it is the other way round ({slow[deployed]}, eight pairs" in (ROOT / "dev" / "log.md").read_text()
