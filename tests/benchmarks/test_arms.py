@@ -240,6 +240,10 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     by_gspo = "QaRL GSPO rounded minus rollout-only GRPO by GPTQ"
     assert [above_by_name(regime, by_gspo) for regime in ("long", "long_stale_slow")] == ["3 of 8", "1 of 8"]
     assert "For QaRL GSPO it is three and one of eight" in results
+    untrained = json.loads((arms.FOLDER / "long_before.json").read_text())["scores"]["gptq"]
+    for arm in ("QaRL GRPO", "QaRL TBPO", "QaRL GSPO"):
+        assert statistics.fmean(shares_by_deployment("long", arm)["rounded"]) < untrained
+    assert "At the first rate all three end below the start with GPTQ." in results
     by_rate = [
         f"{100 * statistics.fmean(shares_by_deployment(regime, 'rollout-only GRPO')['gptq']):.0f} %"
         for regime in ("long_stale_slow", "long")
@@ -314,7 +318,7 @@ def test_figures_of_the_hot_toy_in_sentences_are_those_of_its_cells():
     assert [arm for arm in cells if collapsed[arm] and arm not in rollout_only] == []
     of_long = [cell for arm in rollout_only for cell in arms_table.read("long", arm)]
     learners = (ROOT / "docs" / "which_learner.md").read_text()
-    assert f"With 376 tokens {sum(map(arms_table.collapsed, of_long))} of {len(of_long)} did." in learners
+    assert f"With 376 tokens {sum(map(arms_table.collapsed, of_long))} of {len(of_long)} did, two" in learners
 
     # "Every arm, bf16 GRPO too, ends below the start in bfloat16 (87)", whichever way it is deployed.
     start = arms_table.starts_of("hot_portable")["bf16"]
