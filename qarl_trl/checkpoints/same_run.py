@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -133,6 +134,21 @@ def _check_scheme(name: str, checkpoint: str, stored: Mapping[str, Any], identit
     before = stored.get(name, value)
     if not same_scheme(before, value):
         _check_equal(name, checkpoint, stored, identity)
+    elif before != value and _has_layers_in_routers(checkpoint):
+        logger.warning(
+            f"The run of {checkpoint} trained layers within routers in low bits. They stay in high precision now."
+        )
+
+
+def _has_layers_in_routers(checkpoint: str) -> bool:
+    """Whether a checkpoint is of a model with linear layers inside its routers. Of an adapter nobody knows here."""
+    config = Path(checkpoint) / "config.json"
+    if not config.exists():
+        return False
+    content = json.loads(config.read_text())
+    # Gemma-4 has dense models, too.
+    text = content.get("text_config", content)
+    return content.get("model_type") in ("gemma4", "gemma4_text", "zaya") and text.get("enable_moe_block", True)
 
 
 def _check_commit(name: str, checkpoint: str, stored: Mapping[str, Any], identity: Mapping[str, Any]) -> None:

@@ -184,13 +184,18 @@ def test_another_source_of_answers_is_another_run(tmp_path, args, argument):
     assert resume_path("true", args, identity(reward_of_two)) == str(older)
 
 
-def test_other_patterns_of_routers_in_an_earlier_version_are_no_other_scheme(tmp_path, args):
+def test_other_patterns_of_routers_in_an_earlier_version_are_no_other_scheme(tmp_path, args, caplog):
     def identity(ignore):
         return identity_of("a", args, single_group(resolve_scheme("W4A16"), ["Linear"], ignore), {})
 
     of_earlier = ["lm_head", r"re:.*mlp\.gate$", r"re:.*\.router$", "re:.*shared_expert_gate$"]
     folder = write(tmp_path, 1, **identity(of_earlier))
     assert resume_path("true", args, identity(list(DEFAULT_IGNORE))) == str(folder)
+    assert "within routers" not in caplog.text
+    # Of this model the earlier patterns left out layers inside of its routers.
+    (folder / "config.json").write_text('{"model_type": "gemma4_text"}')
+    assert resume_path("true", args, identity(list(DEFAULT_IGNORE))) == str(folder)
+    assert "trained layers within routers in low bits" in caplog.text
 
     # Control: another layer stays in high precision.
     with pytest.raises(ValueError, match="another run: scheme was"):
