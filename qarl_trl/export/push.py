@@ -117,7 +117,7 @@ def repository_of(args: Any, start: str) -> str:
     if pushes_base and "/" in name:
         _check_base(name, args)
     repository = open_repo(name, args.hub_token, args.hub_private_repo, args.hub_revision)
-    if pushes_base:
+    if pushes_base and repository != name:
         _check_base(repository, args)
 
     start_branch = (args.model_init_kwargs or {}).get("revision") or "main"
@@ -142,8 +142,8 @@ def _check_base(adapter: str, args: Any) -> None:
         if not api.file_exists(name, "config.json", revision=args.hub_revision):
             return
         file = api.hf_hub_download(name, "config.json", revision=args.hub_revision, local_dir=folder)
-        config = json.loads(Path(file).read_text())
-    if "quantization_config" not in config:
+        config = Path(file).read_bytes()
+    if b'"quantization_config"' not in config:
         raise ValueError(
             f"A push to {adapter} puts the adapter's base into {name}, which holds another model: set hub_model_id "
             "to another repository."

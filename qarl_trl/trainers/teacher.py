@@ -135,7 +135,7 @@ def for_policy_alone(load: Callable[..., Any] | None, model: Any, teacher: Any) 
     Args:
         load: Loads the policy; `None` for TRL's loader.
         model: The policy, or its name.
-        teacher: The same of a teacher; `None` without one, where any other model is a reference, as low as the policy.
+        teacher: The same of a teacher; `None` without one: another model is a reference, and loads as the policy does.
     """
     if load is None or not isinstance(teacher, str):
         return load

@@ -282,7 +282,7 @@ def test_the_arms_that_gain_at_the_lower_rate_are_those_of_the_sentence():
     results = (ROOT / "docs" / "results.md").read_text()
     assert len(arms.PORTABLE_ARMS) == 8
     assert list(gains) == ["bf16 GRPO", "rollout-only GRPO", "QaRL GSPO", "QaRL TBPO"]
-    assert "four of eight arms gain:" in results
+    assert "four of eight means gain:" in results
     of_gptq = f"bf16 and rollout-only GRPO with GPTQ ({gains['bf16 GRPO']}, {gains['rollout-only GRPO']})"
     rounded = f"QaRL GSPO and TBPO, rounded ({gains['QaRL GSPO']}, {gains['QaRL TBPO']})"
     assert f"Above the start with GPTQ are {of_gptq}, and {rounded}." in results
@@ -318,7 +318,12 @@ def test_figures_of_the_hot_toy_in_sentences_are_those_of_its_cells():
     assert [arm for arm in cells if collapsed[arm] and arm not in rollout_only] == []
     of_long = [cell for arm in rollout_only for cell in arms_table.read("long", arm)]
     learners = (ROOT / "docs" / "which_learner.md").read_text()
-    assert f"With 376 tokens {sum(map(arms_table.collapsed, of_long))} of {len(of_long)} did, two" in learners
+    of_collapsed = [100 * cell["scores"]["gptq"] for cell in of_long if arms_table.collapsed(cell)]
+    assert sorted(f"{share:.0f}" for share in of_collapsed)[1:] == ["88", "88"]
+    did = (
+        f"With 376 tokens {len(of_collapsed)} of {len(of_long)} did, two of them with 88 % by GPTQ, as before training"
+    )
+    assert did in learners
 
     # "Every arm, bf16 GRPO too, ends below the start in bfloat16 (87)", whichever way it is deployed.
     start = arms_table.starts_of("hot_portable")["bf16"]
