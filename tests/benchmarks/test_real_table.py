@@ -157,7 +157,7 @@ def test_the_pairs_of_the_advice_by_regime():
     text = (ROOT / "docs" / "results.md").read_text()
     assert f"is {of_undistilled} in the first table's setting (three pairs)" in text
     assert f"and {max(others):.1f} to {min(others):.1f} in the means of the other regimes" in text
-    # "One of the 18 pairs is in FP8."
+    assert "One pair is in FP8." in text
     rounded = real_table.pairs_of_choice(("rollout-only", "low_bit"), ("QaRL", "low_bit"))
     assert [pair.regime for pair in rounded].count("fp8") == 1
 
