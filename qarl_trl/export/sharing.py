@@ -6,7 +6,6 @@ import inspect
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,10 @@ from .card_facts import base_facts, training_facts
 from .files import ADAPTER_CONFIG, BASE_FOLDER
 from .low_bit import quantization_config
 from .outputs import Outputs, outputs_of
-from .push import base_repository, name_of_output, open_repo, push
+from .push import Target, base_repository, name_of_output, open_repo, push, repository_of
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Target:
-    """
-    Where a push goes.
-
-    Attributes:
-        token: Whose it is; `None`: that of `HF_TOKEN` or `hf auth login`.
-        revision: The branch; `None`: `main`.
-    """
-
-    token: str | None
-    revision: str | None
 
 
 def check_pushed_adapter(model: Any, args: Any) -> None:
@@ -176,7 +161,7 @@ class SharingMixin:
         # By that method's signature, before anything is saved: an argument that nobody reads would look as if it
         # counted.
         named = inspect.signature(self.create_model_card).bind(**of_card).arguments
-        target = _Target(token or self.args.hub_token, revision or self.args.hub_revision)
+        target = Target(token or self.args.hub_token, revision or self.args.hub_revision)
 
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self._name_facts(named.get("dataset_name"), named.get("tags"))
@@ -187,12 +172,12 @@ class SharingMixin:
             return None
 
         if not self.hub_model_id:
-            self.hub_model_id = self._open(self.args.hub_model_id or name_of_output(self.args), target)
+            self.hub_model_id = self._open_own(self.args.hub_model_id or name_of_output(self.args), target)
             # Only now the repository has a name, which is in the commands of the cards.
             self._write_cards(Path(self.args.output_dir))
         elif target.revision != self.args.hub_revision:
             # At its start the run has created its own branch alone.
-            self._open(self.hub_model_id, target)
+            self._open_own(self.hub_model_id, target)
 
         replaced: dict[str, bytes] = {}
         if self.args.frozen and not self.args.from_checkpoint:
@@ -209,16 +194,17 @@ class SharingMixin:
             )
         return self._push(self._model_output, self.hub_model_id, commit_message, replaced, target)
 
-    def _open(self, repository: str, target: _Target) -> str:
-        """[`open_repo`] for the model of this run."""
-        private = self.args.hub_private_repo
-        return open_repo(repository, target.token, private, target.revision, saved_in=self._model_output)
+    def _open_own(self, repository: str, target: Target) -> str:
+        """[`repository_of`] for this run."""
+        start = base_model(self._unwrapped).config._name_or_path
+        return repository_of(repository, self.args, start, target, self._model_output)
 
-    def _push_base(self, commit_message: str, target: _Target) -> tuple[str, str]:
+    def _push_base(self, commit_message: str, target: Target) -> tuple[str, str]:
         """Push the base that the run quantized to a repository of its own; that repository's name, and the commit."""
         # vLLM and transformers load a base and its adapter by two names.
         folder = Path(self.args.output_dir, BASE_FOLDER)
-        repository = self._open(self._frozen_base, target)
+        private = self.args.hub_private_repo
+        repository = open_repo(self._frozen_base, target.token, private, target.revision, self._model_output)
 
         write_card(folder, repository, **self._facts_of_base)
         commit = self._push(folder, repository, commit_message, {}, target)
@@ -233,7 +219,7 @@ class SharingMixin:
         return json.dumps(config, indent=2).encode()
 
     def _push(
-        self, folder: Path, repository: str, message: str, replaced: dict[str, bytes], target: _Target
+        self, folder: Path, repository: str, message: str, replaced: dict[str, bytes], target: Target
     ) -> CommitInfo:
         """[`push`] with the token and to the branch of `target`."""
         return push(folder, repository, message, target.token, target.revision, replaced)

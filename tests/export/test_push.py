@@ -416,15 +416,24 @@ def test_a_low_bit_model_does_not_replace_the_start_of_its_run(hub, model, tmp_p
     def begin(repository, **changes):
         loaded = AutoModelForCausalLM.from_pretrained(model)
         loaded.config._name_or_path = repository
-        args = QaRLConfig(**without_engine(tmp_path / "run", push_to_hub=True, hub_model_id="me/toy", **changes))
+        settings = {"push_to_hub": True, "hub_model_id": "me/toy"} | changes
+        args = QaRLConfig(**without_engine(tmp_path / "run", **settings))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        QaRLTrainer(loaded, distinct_characters, args, train_dataset=prompts(), processing_class=tokenizer)
+        return QaRLTrainer(loaded, distinct_characters, args, train_dataset=prompts(), processing_class=tokenizer)
 
     with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
         begin("me/toy")
     begin("me/toy", hub_revision="w4")  # control: another branch
     begin("me/toy", quant_scheme="none")  # control: TRL's trainer goes on in one repository
     begin("me/another")
+
+    # A script that calls `push_to_hub` by itself.
+    trainer = begin("me/toy", push_to_hub=False)
+    before = hub.files("me/toy")
+    with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
+        trainer.push_to_hub()
+    assert hub.files("me/toy") == before
+    assert trainer.push_to_hub(revision="w4a16")  # control
 
 
 def test_beside_a_checkpoint_that_was_there_before_the_adapter_alone_is_pushed(hub, low_bit, tmp_path, caplog):
