@@ -292,6 +292,13 @@ def test_the_arms_that_gain_at_the_lower_rate_are_those_of_the_sentence():
     assert f"{of_the_start} are {of_gptq}, and {rounded}." in results
 
 
+def test_rollout_only_in_the_hot_toy_by_gptq_is_that_of_the_page():
+    by_gptq = shares_by_deployment("hot_portable", "rollout-only GRPO")["gptq"]
+    assert len(by_gptq) == 8
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert f"by GPTQ rollout-only GRPO has {100 * statistics.fmean(by_gptq):.0f}." in results
+
+
 def test_rollout_only_in_the_hard_toy_is_good_unquantized_and_was_not_scored_by_gptq():
     cells = arms_table.read("hard", "rollout-only GRPO")
     of_learner = [100 * cell["accuracy_learner"] for cell in cells]
