@@ -192,7 +192,7 @@ class SharingMixin:
                 f"(`qarl-trl push`), and put its repository in place of {self._frozen_base} in the adapter's "
                 f"{ADAPTER_CONFIG} and card."
             )
-        return self._push(self._model_output, self.hub_model_id, commit_message, replaced, target)
+        return push(self._model_output, self.hub_model_id, commit_message, target.token, target.revision, replaced)
 
     def _open_own(self, repository: str, target: Target) -> str:
         """[`repository_of`] for this run."""
@@ -207,7 +207,7 @@ class SharingMixin:
         repository = open_repo(self._frozen_base, target.token, private, target.revision, self._model_output)
 
         write_card(folder, repository, **self._facts_of_base)
-        commit = self._push(folder, repository, commit_message, {}, target)
+        commit = push(folder, repository, commit_message, target.token, target.revision)
         return repository, commit.oid
 
     def _adapter_config(self, base: str, revision: str | None) -> bytes:
@@ -217,12 +217,6 @@ class SharingMixin:
         config["base_model_name_or_path"] = base
         config["revision"] = revision
         return json.dumps(config, indent=2).encode()
-
-    def _push(
-        self, folder: Path, repository: str, message: str, replaced: dict[str, bytes], target: Target
-    ) -> CommitInfo:
-        """[`push`] with the token and to the branch of `target`."""
-        return push(folder, repository, message, target.token, target.revision, replaced)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push nothing at a checkpoint: the model is pushed at the end."""
