@@ -8,7 +8,6 @@ import re
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -51,20 +50,6 @@ NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "*
 # A push deletes such files if the new model lacks them, and other `MODEL_FILES`, too: an engine would load them.
 TEMPLATES = "additional_chat_templates/"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
-
-
-@dataclass(frozen=True)
-class Target:
-    """
-    Where a push goes.
-
-    Attributes:
-        token: Whose it is; `None`: that of `HF_TOKEN` or `hf auth login`.
-        revision: The branch; `None`: `main`.
-    """
-
-    token: str | None
-    revision: str | None
 
 
 def open_repo(
@@ -111,16 +96,16 @@ def open_repo(
     return name
 
 
-def repository_of(name: str, args: Any, start: str, target: Target, saved_in: Path | None = None) -> str:
+def repository_of(
+    name: str, args: Any, start: str, token: str | None, revision: str | None, saved_in: Path | None = None
+) -> str:
     """
     Open the repository of a run, see [`open_repo`].
 
     Args:
-        name: As for [`open_repo`].
+        name, token, revision, saved_in: As for [`open_repo`].
         args: Settings of the run, a config with `LowBitConfig`.
         start: The name of the model that it starts from.
-        target: Where the run pushes.
-        saved_in: As for [`open_repo`].
 
     Returns:
         The repository's full name.
@@ -132,13 +117,13 @@ def repository_of(name: str, args: Any, start: str, target: Target, saved_in: Pa
     pushes_base = args.frozen and not args.from_checkpoint
     # Before the repository is made, if its owner is known.
     if pushes_base and "/" in name:
-        _check_base(name, target, saved_in)
-    repository = open_repo(name, target.token, args.hub_private_repo, target.revision, saved_in)
+        _check_base(name, token, revision, saved_in)
+    repository = open_repo(name, token, args.hub_private_repo, revision, saved_in)
     if pushes_base and repository != name:
-        _check_base(repository, target, saved_in)
+        _check_base(repository, token, revision, saved_in)
 
     start_branch = (args.model_init_kwargs or {}).get("revision") or "main"
-    if args.quantized and start == repository and start_branch == (target.revision or "main"):
+    if args.quantized and start == repository and start_branch == (revision or "main"):
         raise ValueError(
             f"A push to {repository} would replace the model that the run starts from: set hub_model_id to another "
             "repository, or hub_revision to another branch."
@@ -151,15 +136,15 @@ def base_repository(adapter: str) -> str:
     return f"{adapter}-base"
 
 
-def _check_base(adapter: str, target: Target, saved_in: Path | None) -> None:
+def _check_base(adapter: str, token: str | None, revision: str | None, saved_in: Path | None) -> None:
     """Refuse (`ValueError`) to push the base of an adapter over a model in high precision: it is no run's base."""
     name = base_repository(adapter)
-    api = HfApi(token=target.token)
-    ways_on = _ways_on(saved_in, adapter, target.revision)
+    api = HfApi(token=token)
+    ways_on = _ways_on(saved_in, adapter, revision)
     with _errors_named(name, api, ways_on), tempfile.TemporaryDirectory() as folder:
-        if not api.file_exists(name, "config.json", revision=target.revision):
+        if not api.file_exists(name, "config.json", revision=revision):
             return
-        file = api.hf_hub_download(name, "config.json", revision=target.revision, local_dir=folder)
+        file = api.hf_hub_download(name, "config.json", revision=revision, local_dir=folder)
         config = Path(file).read_bytes()
     if b'"quantization_config"' not in config:
         raise ValueError(

@@ -18,7 +18,7 @@ from .card_facts import base_facts, training_facts
 from .files import ADAPTER_CONFIG, BASE_FOLDER
 from .low_bit import quantization_config
 from .outputs import Outputs, outputs_of
-from .push import Target, base_repository, name_of_output, open_repo, push, repository_of
+from .push import base_repository, name_of_output, open_repo, push, repository_of
 
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,8 @@ class SharingMixin:
         # By that method's signature, before anything is saved: an argument that nobody reads would look as if it
         # counted.
         named = inspect.signature(self.create_model_card).bind(**of_card).arguments
-        target = Target(token or self.args.hub_token, revision or self.args.hub_revision)
+        token = token or self.args.hub_token
+        revision = revision or self.args.hub_revision
 
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self._name_facts(named.get("dataset_name"), named.get("tags"))
@@ -172,16 +173,18 @@ class SharingMixin:
             return None
 
         if not self.hub_model_id:
-            self.hub_model_id = self._open_own(self.args.hub_model_id or name_of_output(self.args), target)
+            self.hub_model_id = self._open_repository(
+                self.args.hub_model_id or name_of_output(self.args), token, revision
+            )
             # Only now the repository has a name, which is in the commands of the cards.
             self._write_cards(Path(self.args.output_dir))
-        elif target.revision != self.args.hub_revision:
+        elif revision != self.args.hub_revision:
             # At its start the run has created its own branch alone.
-            self._open_own(self.hub_model_id, target)
+            self._open_repository(self.hub_model_id, token, revision)
 
         replaced: dict[str, bytes] = {}
         if self.args.frozen and not self.args.from_checkpoint:
-            base, commit = self._push_base(commit_message, target)
+            base, commit = self._push_base(commit_message, token, revision)
             # Not its branch, to which a later run may push another base.
             replaced[ADAPTER_CONFIG] = self._adapter_config(base, commit)
         elif self.args.frozen and self._facts_of_base["base_id"] is None:
@@ -192,22 +195,22 @@ class SharingMixin:
                 f"(`qarl-trl push`), and put its repository in place of {self._frozen_base} in the adapter's "
                 f"{ADAPTER_CONFIG} and card."
             )
-        return push(self._model_output, self.hub_model_id, commit_message, target.token, target.revision, replaced)
+        return push(self._model_output, self.hub_model_id, commit_message, token, revision, replaced)
 
-    def _open_own(self, repository: str, target: Target) -> str:
+    def _open_repository(self, repository: str, token: str | None, revision: str | None) -> str:
         """[`repository_of`] for this run."""
         start = base_model(self._unwrapped).config._name_or_path
-        return repository_of(repository, self.args, start, target, self._model_output)
+        return repository_of(repository, self.args, start, token, revision, self._model_output)
 
-    def _push_base(self, commit_message: str, target: Target) -> tuple[str, str]:
+    def _push_base(self, commit_message: str, token: str | None, revision: str | None) -> tuple[str, str]:
         """Push the base that the run quantized to a repository of its own; that repository's name, and the commit."""
         # vLLM and transformers load a base and its adapter by two names.
         folder = Path(self.args.output_dir, BASE_FOLDER)
         private = self.args.hub_private_repo
-        repository = open_repo(self._frozen_base, target.token, private, target.revision, self._model_output)
+        repository = open_repo(self._frozen_base, token, private, revision, self._model_output)
 
         write_card(folder, repository, **self._facts_of_base)
-        commit = push(folder, repository, commit_message, target.token, target.revision)
+        commit = push(folder, repository, commit_message, token, revision)
         return repository, commit.oid
 
     def _adapter_config(self, base: str, revision: str | None) -> bytes:

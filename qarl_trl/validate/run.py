@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import PretrainedConfig
 
-from ..export.push import Target, name_of_output, repository_of
+from ..export.push import name_of_output, repository_of
 from ..export.sharing import check_pushed_adapter
 from ..guards import on_first
 from ..quant.layers.experts import num_experts
@@ -96,8 +96,8 @@ def check_run(
     if args.push_to_hub:
         if isinstance(model, nn.Module):
             check_pushed_adapter(model, args)
-        target = Target(args.hub_token, args.hub_revision)
-        on_first(args, lambda: repository_of(args.hub_model_id or name_of_output(args), args, name, target))
+        repository = args.hub_model_id or name_of_output(args)
+        on_first(args, lambda: repository_of(repository, args, name, args.hub_token, args.hub_revision))
     return source
 
 
