@@ -172,15 +172,15 @@ class SharingMixin:
         if not self.is_world_process_zero():
             return None
 
-        if not self.hub_model_id:
-            self.hub_model_id = self._open_repository(
-                self.args.hub_model_id or name_of_output(self.args), token, revision
-            )
-            # Only now the repository has a name, which is in the commands of the cards.
-            self._write_cards(Path(self.args.output_dir))
-        elif revision != self.args.hub_revision:
-            # At its start the run has created its own branch alone.
-            self._open_repository(self.hub_model_id, token, revision)
+        # At its start a run with `push_to_hub` has opened its own branch, and any other run nothing.
+        if not self.hub_model_id or revision != self.args.hub_revision:
+            name = self.hub_model_id or self.args.hub_model_id or name_of_output(self.args)
+            start = base_model(self._unwrapped).config._name_or_path
+            repository = repository_of(name, self.args, start, token, revision, self._model_output)
+            if not self.hub_model_id:
+                self.hub_model_id = repository
+                # Only now the repository has a name, which is in the commands of the cards.
+                self._write_cards(Path(self.args.output_dir))
 
         replaced: dict[str, bytes] = {}
         if self.args.frozen and not self.args.from_checkpoint:
@@ -196,11 +196,6 @@ class SharingMixin:
                 f"{ADAPTER_CONFIG} and card."
             )
         return push(self._model_output, self.hub_model_id, commit_message, token, revision, replaced)
-
-    def _open_repository(self, repository: str, token: str | None, revision: str | None) -> str:
-        """[`repository_of`] for this run."""
-        start = base_model(self._unwrapped).config._name_or_path
-        return repository_of(repository, self.args, start, token, revision, self._model_output)
 
     def _push_base(self, commit_message: str, token: str | None, revision: str | None) -> tuple[str, str]:
         """Push the base that the run quantized to a repository of its own; that repository's name, and the commit."""
