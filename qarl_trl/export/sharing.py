@@ -173,7 +173,7 @@ class SharingMixin:
             return None
 
         # At its start a run with `push_to_hub` has opened its own branch, and any other run nothing.
-        if not self.hub_model_id or revision != self.args.hub_revision:
+        if not self.args.push_to_hub or revision != self.args.hub_revision:
             name = self.hub_model_id or self.args.hub_model_id or name_of_output(self.args)
             start = base_model(self._unwrapped).config._name_or_path
             repository = repository_of(name, self.args, start, token, revision, self._model_output)
