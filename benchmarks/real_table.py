@@ -33,8 +33,8 @@ MODELS = {"masters": "bfloat16", "low_bit": "low bits", "gptq": "GPTQ"}
 AGAIN = {"again": "distilled again"}
 AWQ = {"awq": "AWQ"}
 
-# What is compared, problem by problem: what changes, and the arms before and after the change. ", GPTQ" names that
-# model of an arm.
+# What is compared, problem by problem: what changes, and the arms before and after the change, or a model of them, see
+# `NAMED_MODELS`.
 PAIRS = (
     ("the learner's weights", "rollout-only GRPO", "QaRL GRPO"),
     ("the learner's weights, both by GPTQ", "rollout-only GRPO, GPTQ", "QaRL GRPO, GPTQ"),
@@ -64,7 +64,16 @@ PAIRS = (
     ("GPTQ after rollout-only, not QaRL, TBPO", "QaRL TBPO", "rollout-only TBPO, GPTQ"),
     ("GPTQ after bf16, not QaRL", "QaRL GRPO", "bf16 GRPO, GPTQ"),
     ("GPTQ after bf16, not QaRL, TBPO", "QaRL TBPO", "bf16 TBPO, GPTQ"),
+    (
+        "the learner's weights, both distilled again",
+        "rollout-only GRPO, distilled again",
+        "QaRL GRPO, distilled again",
+    ),
+    ("distilled again, not rounded, rollouts in low bits", "rollout-only GRPO", "rollout-only GRPO, distilled again"),
+    ("distilled again, not rounded, QaRL", "QaRL GRPO", "QaRL GRPO, distilled again"),
 )
+# How a name of `PAIRS` ends that means such a model of its arm.
+NAMED_MODELS = {", GPTQ": "gptq", ", distilled again": "again"}
 # Of the table of real_distill.py: its names, as a reader has them.
 DISTILLED = {
     "bfloat16": "bfloat16 itself",
@@ -378,12 +387,12 @@ def halves_of_reward(cell: Cell) -> tuple[float, float]:
 
 
 def pairs_of(regime: str, names: list[str]) -> dict[int, tuple[Cell, Cell]]:
-    """The cells of both names, by the seeds that both have. ", GPTQ" names that model of an arm."""
+    """The cells of both names of `PAIRS`, by the seeds that both have."""
     before, after = names
     pairs = {}
     for seed in SEEDS:
-        first = read_cell(regime, before.removesuffix(", GPTQ"), seed)
-        second = read_cell(regime, after.removesuffix(", GPTQ"), seed)
+        first = read_cell(regime, arm_of(before), seed)
+        second = read_cell(regime, arm_of(after), seed)
         if first is None or second is None:
             continue
         if is_scored(first, model_of(before, "low_bit")) and is_scored(second, model_of(after, "low_bit")):
@@ -391,16 +400,26 @@ def pairs_of(regime: str, names: list[str]) -> dict[int, tuple[Cell, Cell]]:
     return pairs
 
 
+def arm_of(name: str) -> str:
+    """The arm that a name of `PAIRS` means."""
+    for ending in NAMED_MODELS:
+        name = name.removesuffix(ending)
+    return name
+
+
 def model_of(name: str, model: str) -> str:
     """The model that a name of `PAIRS` means; `model`, if it names none."""
-    return "gptq" if name.endswith(", GPTQ") else model
+    for ending, named in NAMED_MODELS.items():
+        if name.endswith(ending):
+            return named
+    return model
 
 
 def by_seed(pairs: dict[int, tuple[Cell, Cell]], names: list[str], model: str) -> list[str]:
     """Two cells of a row: the difference of each seed, and the mean of at least three."""
     before, after = names
     models = (model_of(before, model), model_of(after, model))
-    if "gptq" in models and model != "low_bit":
+    if model != "low_bit" and not {*NAMED_MODELS.values()}.isdisjoint(models):
         return ["-", "-"]
 
     gains = []

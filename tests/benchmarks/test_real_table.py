@@ -368,6 +368,19 @@ def test_two_seeds_are_printed_and_three_have_a_mean(tmp_path, monkeypatch):
     assert row("0, 1, 2", three) in real_table.differences_table("g64").splitlines()
 
 
+@pytest.mark.parametrize(
+    ("name", "arm", "model"),
+    [
+        ("QaRL GRPO", "QaRL GRPO", "low_bit"),
+        ("QaRL GRPO, rate 6e-5, GPTQ", "QaRL GRPO, rate 6e-5", "gptq"),
+        ("QaRL GRPO, distilled again", "QaRL GRPO", "again"),
+    ],
+)
+def test_a_name_of_what_is_compared_means_an_arm_and_a_model_of_it(name, arm, model):
+    assert real_table.arm_of(name) == arm
+    assert real_table.model_of(name, "low_bit") == model
+
+
 def test_a_pair_needs_both_models_of_equal_loss_and_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(real_arms, "FOLDER", tmp_path)
     write_cell("rollout-only GRPO", 0, right_of_four=1)
