@@ -523,6 +523,18 @@ def test_recover_gives_what_thirty_updates_of_distillation_changed():
     assert said in (ROOT / "docs" / "recover.md").read_text()
 
 
+def test_recover_gives_what_distilling_again_costs():
+    table = real_table.differences_table("distilled")
+    points = []
+    for arm in ("QaRL", "rollouts in low bits"):
+        by_seed = row_of_table(table, f"distilled again, not rounded, {arm}")[3]
+        points += [float(gain.split(" ± ")[0]) for gain in by_seed.split(", ")]
+
+    assert len(points) == 4
+    lost = f"after RL, two pairs of SmolLM2 lost {-max(points):.1f} to {-min(points):.1f} points"
+    assert lost in (ROOT / "docs" / "recover.md").read_text()
+
+
 def test_recover_gives_the_scores_of_awq():
     cell = real_table.read_cell("g64_portable", real_table.BEFORE, 3)
 
