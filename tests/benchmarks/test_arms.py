@@ -417,7 +417,11 @@ def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
     above_bf16 = f"{points['QaRL rounded minus bf16 by GPTQ']} points above bf16 GRPO by GPTQ"
     above_rollout_only = f"{points['QaRL minus rollout-only, both rounded']} above rollout-only GRPO"
     assert f"QaRL GRPO ended at {mean} % rounded, {above_bf16} and {above_rollout_only}, also rounded" in text
-    assert f"ended {points['QaRL rounded, this start minus that of *long*']} points lower" in text
+    of_starts = points["QaRL rounded, this start minus that of *long*"]
+    assert f"ended {of_starts} points lower" in text
+    results = (ROOT / "docs" / "results.md").read_text()
+    assert f"above QaRL from there (on [a toy](#long-answers) {of_starts})" in results
+    assert f"(on the toy QaRL ended {points['QaRL minus rollout-only, both rounded']} above)" in results
     bf16 = arms_table.scores_by_seed("long", "bf16 GRPO", "gptq")
     above = [cell for cell in cells if cell["scores"]["rounded"] > bf16[cell["seed"]]]
     assert (len(above), len(cells), len(bf16)) == (1, 3, 8)
