@@ -39,18 +39,21 @@ _RELATION_IN_BOX = re.compile(
     r"(\\boxed\{)\s*(?:(?:\\approx|\\simeq|\\cong|≈|=)(?![a-zA-Z])|\\sim(?!\s*[a-zA-Z(]))(?:\s|\\[,;! ])*"
 )
 # \boxed{18.}, where the sentence ends in the box.
-_STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$])\s*[.,;]\s*(?=\})")
+_STOP_IN_BRACES = re.compile(r"(?<=[\w)\]}%$°])\s*[.,;]\s*(?=\})")
 _FINAL_ANSWER = "final answer is"
 _END_OF_THOUGHTS = "</think>"
-# The last line of GSM8K's solutions, maybe with a unit. A heading, such as "#### 2. Add", is none.
+# The last line of GSM8K's solutions, maybe with a unit of one or two words. A heading, such as "#### 2. Add", is none.
 _LAST_LINE_OF_GSM8K = re.compile(
-    r"(?:\A|\n)####[ \t]*([-\N{MINUS SIGN}]?\$?[-\N{MINUS SIGN}]?[\d,.]*\d(?:/\d+)?%?)(?:[ \t]+[a-z]+)?\.?\s*\Z"
+    r"(?:\A|\n)####[ \t]*([-\N{MINUS SIGN}]?\$?[-\N{MINUS SIGN}]?[\d,.]*\d(?:(?: \d+)?/\d+)?%?)"
+    r"(?:[ \t]+[a-z]+(?:[ /][a-z]+)?)?\.?\s*\Z"
 )
 # What sets words in a formula, and spaces of LaTeX.
 _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
+# \boxed{12 000}, which math-verify reads as 12 times 0. The spaces may be narrow, or not to be broken.
+_SPACED_THOUSANDS = re.compile(r"(?<=\\boxed\{)[1-9]\d{0,2}(?:[ ~\u00a0\u2009\u202f]\d{3})+(?=\.\d+\}|\})")
 # "1 1/2", which math-verify reads as a product.
 _MIXED_NUMBER = re.compile(r"(?<![\w./])(\d{1,30}) (\d{1,30})/(\d{1,30})(?!\.?\d|/)")
 # What the whole part of one is only the end of: 1,000 1/2 and x^2 1/2.
@@ -147,8 +150,36 @@ def _announced_in(completion: str) -> Iterator[Any]:
     ]
     # math-verify finds no number in "The answer is **42**.", the way in which chat models write.
     plain = _EMPHASIS.sub(r"\2", completion)
-    for text in _readings(_with_parts_in_one_box(plain)):
+    for text in _without_other_guesses(_readings(_with_parts_in_one_box(plain))):
         yield from parse(text, extraction_config=announced, parsing_timeout=_ALARM_S)
+
+
+def _without_other_guesses(readings: list[str]) -> list[str]:
+    """
+    The readings of a text whose last box math-verify reads, or that box alone if it reads it in none; without a box
+    all of them. Of a text whose box it does not read, it takes what is announced elsewhere: a second guess.
+    """
+    boxes = [_last_box_alone(text) for text in readings]
+    if not any(boxes):
+        return readings
+    return [text for text, box in zip(readings, boxes, strict=True) if _is_readable(box)] or boxes[-1:]
+
+
+def _last_box_alone(text: str) -> str:
+    """The last box of a text; empty if there is none, nothing is in it, or math-verify does not know its kind."""
+    begin, start, end = last_box(text) or (0, 0, 0)
+    is_known = text.startswith(r"\boxed", begin)
+    return text[begin : end + 1] if is_known and text[start:end].strip() else ""
+
+
+def _is_readable(box: str) -> bool:
+    """Whether math-verify reads a box as more than a string."""
+    from math_verify import LatexExtractionConfig, parse
+
+    # Without it any number in the box would do.
+    in_boxes = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    expressions = parse(box, extraction_config=in_boxes, parsing_timeout=_ALARM_S)
+    return not all(isinstance(expression, str) for expression in expressions)
 
 
 def _with_last_line_in_box(completion: str) -> str:
@@ -171,7 +202,8 @@ def _last_date(completion: str) -> str | None:
 
 def _readings(text: str) -> list[str]:
     """A text, and the same as a person reads it, if math-verify reads that differently."""
-    # In both: as it stands it also equals its first number.
+    # In both: as they stand these equal other numbers, too.
+    text = _SPACED_THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     text = _MIXED_NUMBER.sub(_as_one_fraction, text)
     read = text.replace("\N{MINUS SIGN}", "-")
     read = _STOP_AFTER_FRACTION.sub(r"\1 ", read)

@@ -148,7 +148,8 @@ def text_of(value: Any) -> str:
     The text of a completion or a reference.
 
     Args:
-        value: A text, a number, one chat message, or several, of which the last counts.
+        value: A text, a number, one chat message, or several, of which the assistant's last counts: not what a tool
+            returned after it. Of messages without roles it is the last.
     """
     if value is None:
         return ""
@@ -158,7 +159,8 @@ def text_of(value: Any) -> str:
         # Join the parts of one message: {"type": "text", "text": ...}. An empty list is a message without parts.
         if all(isinstance(part, dict) and "type" in part for part in value):
             return "".join(text_of(part) for part in value)
-        return text_of(value[-1])
+        of_assistant = [part for part in value if isinstance(part, dict) and part.get("role") == "assistant"]
+        return text_of((of_assistant or value)[-1])
     if isinstance(value, float) and math.isfinite(value):
         # Python writes 0.00001 as 1e-05, in which math-verify reads Euler's number.
         return format(Decimal(str(value)), "f")

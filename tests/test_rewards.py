@@ -137,6 +137,17 @@ def log(monkeypatch, caplog):
         ("x\n#### 3/4", "3/4", 1.0),
         ("x\n#### 3/4", "3", 0.0),
         ("x\n#### 2 Add", "2", 0.0),
+        ("x\n#### 1 1/2", "3/2", 1.0),
+        ("x\n#### 1 1/2", "1", 0.0),
+        ("x\n#### 42 km/h", "42", 1.0),
+        ("x\n#### 42 square meters", "42", 1.0),
+        ("x\n#### 2 times as many", "2", 0.0),
+        # Spaces between thousands are no product.
+        (r"\boxed{12000}", "12 000", 1.0),
+        (r"\boxed{0}", "12 000", 0.0),
+        (r"\boxed{1 234 567.5}", "1234567.5", 1.0),
+        ("\\boxed{12\N{NARROW NO-BREAK SPACE}000}", "12000", 1.0),
+        (r"\boxed{12 000}", "0", 0.0),
         ("x\n#### " + "1" * 3990 + "x", "1", 0.0),
         ("#### 7\nNext we add.", "7", 0.0),
         ("#### 7. Add", "7", 0.0),
@@ -339,6 +350,18 @@ def test_a_solution_with_several_boxes_is_right_by_its_own_reference_and_half_of
         (r"\boxed{2}, \boxed{3}. The final answer is $4$. I hope it is correct.", "2, 3"),
         (r"\fbox{2}, \fbox{3}. The answer is 4.", "2, 3"),
         (r"\fbox{2}. The answer is 4.", "4"),
+        # An answer outside the box is no second guess, if math-verify cannot read the box as it is written, ...
+        (r"The answer is 2. \boxed{4.}", "4"),
+        (r"\boxed{4.} So the answer is 2.", "4"),
+        (r"The answer is 2. \boxed{4^\circ.}", "4"),
+        (r"The answer is 2. \boxed{4°.}", "4"),
+        ("The answer is 2. \\boxed{≈ 4}", "4"),
+        ("The answer is 2. \\boxed{√16}", "4"),
+        ("The answer is 2. \\boxed{1·4}", "4"),
+        (r"$\boxed{2}$, no: it is $\boxed{4.}$", "4"),
+        # ... nor a first one, if it cannot read it at all.
+        (r"The answer is 2. \boxed{4?}", None),
+        (r"The answer is 2. \boxed{}", "2"),
     ],
 )
 def test_one_completion_is_right_by_one_reference(completion, paid):
@@ -347,6 +370,14 @@ def test_one_completion_is_right_by_one_reference(completion, paid):
     rewards_of_all = math_reward([completion] * len(references), references)
 
     assert rewards_of_all == [float(reference == paid) for reference in references]
+
+
+def test_what_a_tool_returns_is_not_the_answer():
+    call = {"role": "assistant", "content": r"I ask: \boxed{7}?", "tool_calls": [{}]}
+    result = {"role": "tool", "name": "solver", "content": r"\boxed{42}"}
+    answer = {"role": "assistant", "content": r"So \boxed{42}."}
+
+    assert math_reward([[call, result], [call, result, answer]], ["42", "42"]) == [0.0, 1.0]
 
 
 def test_one_answer_in_two_forms_is_right_in_each():
