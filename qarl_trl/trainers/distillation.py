@@ -13,7 +13,7 @@ from trl.data_utils import is_conversational
 
 from .configs import LowBitDistillationConfig
 from .low_bit import LowBitMixin
-from .teacher import BaseOfAdapter, loading_of_own_start, name_of_teacher, teacher_of_own_start
+from .teacher import BaseOfAdapter, loading_of_own_start, name_of_teacher, teacher_of_own_start, warn_of_masters
 
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class LowBitDistillationTrainer(LowBitMixin, DistillationTrainer):
         self.learns_from_itself = learns_from_itself
         if not learns_from_itself:
             args.teacher_model_name_or_path = name_of_teacher(teacher_model)
+            warn_of_masters(args.teacher_model_name_or_path, args.teacher_model_init_kwargs)
         # Answers of the rows that are being prepared, for `distill_on="answers"`.
         self._answers: list[Any] = []
 

@@ -44,8 +44,8 @@ def load_whole(args: Any, name: str, *architecture: Any, **loading: Any) -> nn.M
     def check() -> None:
         if missing:
             raise ValueError(
-                f"{name} lacks {len(missing)} weights of its model, first {missing[0]}: transformers would train "
-                "random ones. Download or save it again."
+                f"{name} lacks {len(missing)} weights of its model, first {missing[0]}: transformers would put "
+                "random ones in their place. Download or save it again."
             )
 
     # Under FSDP only the first process of a machine reads weights.

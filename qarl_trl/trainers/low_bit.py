@@ -135,7 +135,7 @@ class LowBitMixin(ShardsMixin, ForwardsMixin, CheckpointMixin, SharingMixin):
             leave_earlier_run(model)
         self._weight_flips = WeightFlips()
         # An engine is built for the scheme of the layers: with one, `_build_engine` quantizes the policy in here.
-        load = for_policy_alone(self._loader(args), replaced["model"], arguments.get("teacher_model"))
+        load = for_policy_alone(args, self._loader(args), replaced["model"], arguments.get("teacher_model"))
         with construction(type(self), partial(self._build_engine, args), load, with_low_bits):
             super().__init__(*by_place, **named)
         self._first_data = self.train_dataset

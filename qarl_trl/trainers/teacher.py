@@ -19,12 +19,12 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from torch import nn
-from trl.trainer.utils import create_model_from_path
 
 from .._compat.sharding import fsdp_settings, is_zero3
 from ..checkpoints.same_run import run_of_masters
 from ..quant.layers.layer import multiplying
 from ..quant.names import adapter_configs, base_model
+from .loading import load_whole
 
 
 logger = get_logger(__name__)
@@ -100,16 +100,22 @@ def teacher_of_own_start(model: str | nn.Module, args: Any, peft_config: Any) ->
         ValueError: as [`check_own_start`] and [`teaches_by_its_base`].
     """
     check_own_start(model, args)
-    _warn_of_masters(name_of_teacher(model), args)
+    warn_of_masters(name_of_teacher(model), args.model_init_kwargs)
     is_sharded = fsdp_settings(args) is not None or is_zero3(args)
     if teaches_by_its_base(args, peft_config, is_sharded):
         return None
     return own_start(model)
 
 
-def _warn_of_masters(name: str, args: Any) -> None:
-    """Warn of a start that a low-bit run trained to be rounded, and that is to teach as it is."""
-    run = run_of_masters(name, args.model_init_kwargs)
+def warn_of_masters(name: str, loading: dict[str, Any] | None) -> None:
+    """
+    Warn of a teacher that a low-bit run trained to be rounded, and that is to teach as it is.
+
+    Args:
+        name: The teacher's name.
+        loading: The arguments by which it loads.
+    """
+    run = run_of_masters(name, loading)
     if run:
         logger.warning(
             f"{name} has master weights of a low-bit run, which are good only rounded, and is the teacher without "
@@ -128,11 +134,14 @@ def own_start(model: str | nn.Module) -> str | nn.Module:
     return model if isinstance(model, str) else copy.deepcopy(model)
 
 
-def for_policy_alone(load: Callable[..., Any] | None, model: Any, teacher: Any) -> Callable[..., Any] | None:
+def for_policy_alone(
+    args: Any, load: Callable[..., Any] | None, model: Any, teacher: Any
+) -> Callable[..., Any] | None:
     """
-    Have one function load the policy, and TRL's own the teacher, which stays in high precision.
+    Have one function load the policy, and [`load_whole`] the teacher, which stays in high precision.
 
     Args:
+        args: The config of the run.
         load: Loads the policy; `None` for TRL's loader.
         model: The policy, or its name.
         teacher: The same of a teacher; `None` without one: another model is a reference, and loads as the policy does.
@@ -143,7 +152,7 @@ def for_policy_alone(load: Callable[..., Any] | None, model: Any, teacher: Any) 
 
     def load_next(name: str, *architecture: Any, **loading: Any) -> Any:
         if name not in names:
-            return create_model_from_path(name, *architecture, **loading)
+            return load_whole(args, name, *architecture, **loading)
         # The teacher may have the same name. TRL loads the policy first.
         names.remove(name)
         return load(name, *architecture, **loading)

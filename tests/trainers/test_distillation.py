@@ -13,6 +13,7 @@ from conftest import make_tokenizer
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from quant.schemes import same_tensors
+from safetensors.torch import save_file
 from slow import toys
 from slow.toys import logged, prompts, randomize_adapter, save_model, stored_tensors
 from toy_runs import OFF, adapter
@@ -367,8 +368,11 @@ def test_master_weights_that_would_teach_are_said_with_the_way_out(
     assert f"began with (this one: {dense_model!r})" in message
     # A script may load it.
     assert said(AutoModelForCausalLM.from_pretrained(distilled, dtype=torch.float32))
+    # Or it is named as the teacher of another start.
+    assert said(dense_model, teacher_model_name_or_path=str(distilled))
+    assert said(dense_model, teacher=AutoModelForCausalLM.from_pretrained(distilled))
 
-    # Controls: a teacher that is named, and a start that no run has trained.
+    # Controls: another teacher, and a start that no run has trained.
     assert not said(teacher_model_name_or_path=dense_model)
     assert not said(teacher=dense_model)
     assert not said(dense_model)
@@ -490,6 +494,22 @@ def test_what_cannot_teach_is_refused_before_a_model_loads(dense_model, tmp_path
 def test_a_teacher_of_another_vocabulary_is_refused(dense_model, tmp_path, tiny_model, nothing_loads):
     with pytest.raises(ValueError, match="student's vocabulary of 64 tokens, got 32"):
         make(dense_model, tmp_path, teacher=tiny_model(vocab_size=32))
+
+
+@pytest.mark.parametrize(
+    "loads", [{}, {"peft_config": adapter(), "lora_base": "frozen"}], ids=["whole", "frozen base"]
+)
+def test_a_teacher_that_lacks_a_weight_is_refused(dense_model, other_model, tmp_path, loads):
+    lacking = Path(shutil.copytree(other_model, tmp_path / "lacking"))
+    tensors = stored_tensors(lacking)
+    del tensors["model.layers.0.mlp.down_proj.weight"]
+    save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ValueError, match=r"lacking lacks 1 weights of its model, first model.*down_proj"):
+        make(dense_model, tmp_path / "run", teacher=str(lacking), **loads)
+
+    # Control: the same teacher with all of them.
+    make(dense_model, tmp_path / "run", teacher=other_model, **loads)
 
 
 def test_a_quantized_start_does_not_teach_itself(gptq_model, dense_model, tmp_path):

@@ -14,7 +14,7 @@ from trl import get_peft_config
 from ...methods import QARL, Method
 from ...quant.scheme import support_of
 from ...quant.supported import SchemeSupport, gpu_generation
-from ...trainers.teacher import loading_of_own_start, teacher_of_own_start
+from ...trainers.teacher import loading_of_own_start, teacher_of_own_start, warn_of_masters
 from ...validate import check_arguments, check_data, check_run
 from ..plan.gpus import GPUS
 from ..plan.memory.advice import advise
@@ -98,6 +98,7 @@ def check_settings(
 def _teacher_of(model: str, args: Any, peft_config: Any) -> Any:
     """The `teacher_model` of a distillation; may change how `args` load it."""
     if args.teacher_model_name_or_path is not None:
+        warn_of_masters(args.teacher_model_name_or_path, args.teacher_model_init_kwargs)
         return args.teacher_model_name_or_path
     args.teacher_model_init_kwargs = loading_of_own_start(args)
     return teacher_of_own_start(model, args, peft_config)
