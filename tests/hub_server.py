@@ -56,6 +56,11 @@ class Hub:
             branch = "main"
         return self.branches[repo][branch][-1].files
 
+    def head_of(self, repo: str, branch: str = "main") -> str:
+        """The id of the last commit of a branch: that of the main one, as long as the two are equal."""
+        is_new = self.branches[repo][branch] == self.branches[repo]["main"]
+        return commit_of(repo) if is_new else commit_of(repo, branch)
+
     def messages(self, repo: str, branch: str = "main") -> list[str]:
         """Commit messages, newest first."""
         return [commit.message for commit in reversed(self.branches[repo][branch])]
@@ -114,7 +119,7 @@ class Hub:
         siblings = [{"rfilename": name} for name in self.files(repo)]
         return 200, {
             "id": repo,
-            "sha": commit_of(repo),
+            "sha": self.head_of(repo, argument if argument in self.branches[repo] else "main"),
             "siblings": siblings,
             "private": self.private[repo],
             "tags": [],
@@ -154,9 +159,10 @@ class Hub:
         return 200, {"commitOid": commit_of(repo), "commitUrl": f"{self.url}/{repo}/commit/{commit_of(repo)}"}
 
 
-def commit_of(repo: str) -> str:
-    """Stands for the id of each commit."""
-    return hashlib.sha1(repo.encode()).hexdigest()
+def commit_of(repo: str, branch: str = "main") -> str:
+    """Stands for the id of each commit of a branch."""
+    name = repo if branch == "main" else f"{repo}@{branch}"
+    return hashlib.sha1(name.encode()).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import LocalTokenNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from transformers import PretrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from .card import has_low_bit_model
-from .card_edits import CARD, addressed, edited_card
+from .card_edits import CARD, addressed, edited_card, is_card_of_base
 from .files import RECIPE, is_llmcompressor_recipe, modules_here, weight_files
 
 
 logger = logging.getLogger(__name__)
 
+CONFIG = "config.json"
 # The files of a model repository, besides its weights. A push leaves out pickles, logs, training state and all else.
 MODEL_FILES = (
     "model.safetensors.index.json",
-    "config.json",
+    CONFIG,
     "generation_config.json",
     "adapter_config.json",
     "base_config.json",
@@ -46,7 +48,7 @@ MODEL_FILES = (
     "README.md",
 )
 # Of these, the files that name code in `auto_map`.
-NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "*preprocessor_config.json")
+NAME_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "*preprocessor_config.json")
 # A push deletes such files if the new model lacks them, and other `MODEL_FILES`, too: an engine would load them.
 TEMPLATES = "additional_chat_templates/"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
@@ -97,7 +99,13 @@ def open_repo(
 
 
 def repository_of(
-    name: str, args: Any, start: str, token: str | None, revision: str | None, saved_in: Path | None = None
+    name: str,
+    args: Any,
+    start: PretrainedConfig,
+    is_adapter: bool,
+    token: str | None,
+    revision: str | None,
+    saved_in: Path | None = None,
 ) -> str:
     """
     Open the repository of a run, see [`open_repo`].
@@ -105,14 +113,16 @@ def repository_of(
     Args:
         name, token, revision, saved_in: As for [`open_repo`].
         args: Settings of the run, a config with `LowBitConfig`.
-        start: The name of the model that it starts from.
+        start: The config of the model that it starts from.
+        is_adapter: Whether it trains an adapter.
 
     Returns:
         The repository's full name.
 
     Raises:
         OSError: as [`open_repo`].
-        ValueError: if a low-bit model would replace the start of its run, or the base of an adapter another model.
+        ValueError: if a low-bit model or an adapter would replace the start of its run, or the base of an adapter
+            another model.
     """
     pushes_base = args.frozen and not args.from_checkpoint
     # Before the repository is made, if its owner is known.
@@ -122,13 +132,31 @@ def repository_of(
     if pushes_base and repository != name:
         _check_base(repository, token, revision, saved_in)
 
-    start_branch = (args.model_init_kwargs or {}).get("revision") or "main"
-    if args.quantized and start == repository and start_branch == (revision or "main"):
+    # A model in high precision goes on in the repository of its start, as with TRL.
+    replaces_its_kind = not (args.quantized or is_adapter)
+    if not replaces_its_kind and start._name_or_path == repository and _is_branch_of(start, args, token, revision):
         raise ValueError(
             f"A push to {repository} would replace the model that the run starts from: set hub_model_id to another "
             "repository, or hub_revision to another branch."
         )
     return repository
+
+
+def _is_branch_of(start: PretrainedConfig, args: Any, token: str | None, revision: str | None) -> bool:
+    """Whether a model is the content of a branch of its repository, which exists."""
+    branch = revision or "main"
+    if branch == ((args.model_init_kwargs or {}).get("revision") or "main"):
+        return True
+
+    # A script may have loaded it from any branch. A new branch has the content of the main one.
+    commit = getattr(start, "_commit_hash", None)
+    if commit is None:
+        return False
+    name = start._name_or_path
+    api = HfApi(token=token)
+    with _errors_named(name, api, ""):
+        heads = {each: api.model_info(name, revision=each).sha for each in ("main", branch)}
+    return commit == heads[branch] and commit != heads["main"]
 
 
 def base_repository(adapter: str) -> str:
@@ -137,16 +165,22 @@ def base_repository(adapter: str) -> str:
 
 
 def _check_base(adapter: str, token: str | None, revision: str | None, saved_in: Path | None) -> None:
-    """Refuse (`ValueError`) to push the base of an adapter over a model in high precision: it is no run's base."""
+    """Refuse (`ValueError`) to push the base of an adapter over a model, if that is no base of an earlier run."""
     name = base_repository(adapter)
     api = HfApi(token=token)
-    ways_on = _ways_on(saved_in, adapter, revision)
-    with _errors_named(name, api, ways_on), tempfile.TemporaryDirectory() as folder:
-        if not api.file_exists(name, "config.json", revision=revision):
+    texts = {}
+    with _errors_named(name, api, _ways_on(saved_in, adapter, revision)), tempfile.TemporaryDirectory() as folder:
+        try:
+            present = api.list_repo_files(name, revision=revision)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
             return
-        file = api.hf_hub_download(name, "config.json", revision=revision, local_dir=folder)
-        config = Path(file).read_bytes()
-    if b'"quantization_config"' not in config:
+        if not any(_matches(file, (*WEIGHTS, CONFIG)) for file in present):
+            return
+        for file in {CONFIG, CARD} & set(present):
+            texts[file] = Path(api.hf_hub_download(name, file, revision=revision, local_dir=folder)).read_bytes()
+
+    is_quantized = b'"quantization_config"' in texts.get(CONFIG, b"")
+    if not (is_quantized and is_card_of_base(texts.get(CARD, b""))):
         raise ValueError(
             f"A push to {adapter} puts the adapter's base into {name}, which holds another model: set hub_model_id "
             "to another repository."

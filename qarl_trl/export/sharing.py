@@ -175,8 +175,9 @@ class SharingMixin:
         # At its start a run with `push_to_hub` has opened its own branch, and any other run nothing.
         if not self.args.push_to_hub or revision != self.args.hub_revision:
             name = self.hub_model_id or self.args.hub_model_id or name_of_output(self.args)
-            start = base_model(self._unwrapped).config._name_or_path
-            repository = repository_of(name, self.args, start, token, revision, self._model_output)
+            start = base_model(self._unwrapped).config
+            is_adapter = is_peft_model(self._unwrapped)
+            repository = repository_of(name, self.args, start, is_adapter, token, revision, self._model_output)
             if not self.hub_model_id:
                 self.hub_model_id = repository
                 # Only now the repository has a name, which is in the commands of the cards.

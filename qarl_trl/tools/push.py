@@ -18,7 +18,8 @@ def main(argv: Sequence[str]) -> None:
         argv: Options of `qarl-trl push`.
 
     Raises:
-        ValueError: if the folder holds no low-bit model, or not all of one.
+        ValueError: if the folder holds no low-bit model, or not all of one, or it would replace the model that it was
+            made from.
         OSError: if the Hub refuses or cannot be reached.
     """
     args = _parser().parse_args(argv)
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> None:
     from transformers import CONFIG_MAPPING
 
     from ..export.card import model_card
+    from ..export.card_edits import base_in_card
     from ..export.push import open_repo, push
     from .evaluate.checkpoint import check_complete
 
@@ -37,6 +39,11 @@ def main(argv: Sequence[str]) -> None:
     if "auto_map" not in config and config.get("model_type") in CONFIG_MAPPING:
         check_complete(args.folder)
     name = open_repo(args.repo, private=args.private, revision=args.revision, saved_in=args.folder)
+    if base_in_card(args.folder) == name and args.revision in (None, "main"):
+        raise ValueError(
+            f"A push to {name} would replace the model that {args.folder} was made from, as its card says: give "
+            "another repository, or with --revision another branch."
+        )
 
     commit = push(args.folder, name, "Low-bit model", revision=args.revision)
     print(f"pushed: {commit.commit_url}")

@@ -97,7 +97,9 @@ def check_run(
         if isinstance(model, nn.Module):
             check_pushed_adapter(model, args)
         repository = args.hub_model_id or name_of_output(args)
-        on_first(args, lambda: repository_of(repository, args, name, args.hub_token, args.hub_revision))
+        on_first(
+            args, lambda: repository_of(repository, args, config, bool(adapters), args.hub_token, args.hub_revision)
+        )
     return source
 
 

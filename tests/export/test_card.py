@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from conftest import make_model, make_vision_model
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from peft import get_peft_model
 from slow.toys import save_model
 from toy_runs import OFF, adapter, make
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qarl_trl.cli import main
 from qarl_trl.export import save_low_bit
 from qarl_trl.export.card import model_card, render_card, write_card
-from qarl_trl.export.card_edits import GENERATED
+from qarl_trl.export.card_edits import GENERATED, edited_card
 from qarl_trl.export.card_facts import base_facts
 from qarl_trl.export.low_bit import quantization_config
 from qarl_trl.quant import apply_quantization
@@ -486,6 +487,25 @@ def test_a_card_of_an_adapter_that_a_user_edited_stays_byte_for_byte(model, tmp_
 
     assert (tmp_path / "README.md").read_bytes() == b"---\nlicense: mit\n---\n\nmine\n"
     assert (tmp_path / "low_bit" / "README.md").exists()  # control
+
+
+def test_the_empty_card_of_peft_is_replaced_and_one_with_words_in_it_stays(model, tmp_path):
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter()).save_pretrained(tmp_path)
+    empty = (tmp_path / "README.md").read_bytes()
+    assert edited_card(tmp_path) is None
+
+    title = b"# Model Card for Model ID"
+    for edited in (
+        empty + b"\nNever for dosage.\n",
+        empty.replace(b"[More Information Needed]", b"Ada", 1),
+        empty.replace(b"library_name:", b"license: mit\nlibrary_name:"),
+        title + b"\n\nMine.\n",
+        title + b" \xff",
+        b"---\n: [\n---\n" + title,
+    ):
+        assert edited != empty
+        (tmp_path / "README.md").write_bytes(edited)
+        assert edited_card(tmp_path) == edited
 
 
 def test_a_card_that_a_user_edited_stays_byte_for_byte_when_a_save_fails(model, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -396,9 +397,24 @@ def test_an_adapter_is_pushed_with_the_base_that_its_run_quantized(hub, model, t
     assert "vllm serve me/toy-base" in hub.files("me/toy-base")["README.md"].decode()
 
 
-def test_a_base_does_not_replace_a_model_of_the_user(hub, model, tmp_path):
+def save_another(kind, model, folder):
+    """Save a model of a user's own into a folder: in high precision, an adapter, or quantized by another program."""
+    if kind == "adapter":
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), adapter()).save_pretrained(folder)
+        return
+
+    shutil.copytree(model, folder)
+    if kind in ("awq", "compressed-tensors"):
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": kind}
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["high precision", "adapter", "awq", "compressed-tensors"])
+def test_a_base_does_not_replace_a_model_of_the_user(hub, model, tmp_path, kind):
     """Nobody named the repository of the base: it is that of the adapter with an ending."""
-    push(Path(model), open_repo("me/toy-base"), "mine")
+    save_another(kind, model, tmp_path / "mine")
+    push(tmp_path / "mine", open_repo("me/toy-base"), "mine")
     before = hub.files("me/toy-base")
 
     with pytest.raises(ValueError, match="base into me/toy-base, which holds another model: set hub_model_id"):
@@ -406,26 +422,64 @@ def test_a_base_does_not_replace_a_model_of_the_user(hub, model, tmp_path):
     assert hub.files("me/toy-base") == before
     assert "me/toy" not in hub.branches
 
-    # Control: a base of an earlier run is replaced.
+
+def test_a_base_replaces_that_of_an_earlier_run(hub, model, tmp_path):
+    open_repo("me/toy-base")  # also one without a model
+    pushing(model, tmp_path / "run", peft_config=adapter(), **FROZEN)
+
     cli.main(["export", model, str(tmp_path / "base")])
     push(tmp_path / "base", "me/toy-base", "of an earlier run")
     pushing(model, tmp_path / "run", peft_config=adapter(), **FROZEN)
 
+    # A user has edited its card, in which the line that says so is missing then.
+    card = tmp_path / "base" / "README.md"
+    card.write_text(card.read_text().replace(GENERATED, "") + "I like it.\n")
+    push(tmp_path / "base", "me/toy-base", "with words")
+    pushing(model, tmp_path / "run", peft_config=adapter(), **FROZEN)
+
+    # Control: a model that a run trained is no base.
+    trainer = make(model, tmp_path / "trained", hub_model_id="me/toy-base")
+    del hub.branches["me/toy-base"]
+    trainer.train()
+    trainer.push_to_hub()
+    with pytest.raises(ValueError, match="which holds another model"):
+        pushing(model, tmp_path / "run", peft_config=adapter(), **FROZEN)
+
 
 def test_a_low_bit_model_does_not_replace_the_start_of_its_run(hub, model, tmp_path):
-    def begin(repository, **changes):
+    def begin(repository, commit=None, peft_config=None, **changes):
         loaded = AutoModelForCausalLM.from_pretrained(model)
         loaded.config._name_or_path = repository
+        loaded.config._commit_hash = commit
         settings = {"push_to_hub": True, "hub_model_id": "me/toy"} | changes
         args = QaRLConfig(**without_engine(tmp_path / "run", **settings))
         tokenizer = AutoTokenizer.from_pretrained(model)
-        return QaRLTrainer(loaded, distinct_characters, args, train_dataset=prompts(), processing_class=tokenizer)
+        return QaRLTrainer(
+            loaded,
+            distinct_characters,
+            args,
+            train_dataset=prompts(),
+            processing_class=tokenizer,
+            peft_config=peft_config,
+        )
 
     with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
         begin("me/toy")
     begin("me/toy", hub_revision="w4")  # control: another branch
     begin("me/toy", quant_scheme="none")  # control: TRL's trainer goes on in one repository
     begin("me/another")
+
+    # Nor does an adapter, whose push would delete the weights of its base.
+    with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
+        begin("me/toy", peft_config=adapter(), quant_scheme="none")
+
+    # A script may have loaded a branch, which only the commit tells.
+    open_repo("me/toy", revision="dev")
+    begin("me/toy", commit_of("me/toy"), hub_revision="dev")  # control: it has the commit of main, which stays
+    push(Path(model), "me/toy", "another", revision="dev")
+    begin("me/toy", commit_of("me/toy"), hub_revision="dev")
+    with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
+        begin("me/toy", commit_of("me/toy", "dev"), hub_revision="dev")
 
     # A script that calls `push_to_hub` by itself, and again after a push to another branch.
     trainer = begin("me/toy", push_to_hub=False)
@@ -629,6 +683,24 @@ def test_the_card_in_a_second_repository_names_that_one(hub, low_bit):
     pushed = hub.files("me/fourth")["README.md"].decode()
     assert "# My sums" in pushed
     assert "vllm serve me/fourth\n" in pushed
+
+
+def test_push_does_not_replace_the_model_that_a_folder_was_made_from(hub, model, low_bit, capsys):
+    push(Path(model), open_repo("me/toy"), "in high precision")
+    before = hub.files("me/toy")
+    write_card(low_bit, base_id="me/toy", base="me/toy")
+
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["push", str(low_bit), "me/toy"])
+    assert stopped.value.code == 2
+    assert "A push to me/toy would replace the model that" in capsys.readouterr().err
+    assert hub.files("me/toy") == before
+
+    # Controls: another branch, another repository, and a folder without a card.
+    cli.main(["push", str(low_bit), "me/toy", "--revision", "w4"])
+    cli.main(["push", str(low_bit), "me/other"])
+    (low_bit / "README.md").unlink()
+    cli.main(["push", str(low_bit), "me/third"])
 
 
 def test_push_refuses_master_weights(hub, model, capsys):
