@@ -229,16 +229,18 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
 
     results = (ROOT / "docs" / "results.md").read_text()
     # The contrast was added when two seeds were run.
-    later = [points for seed, points in sorted(deployed_by_seed("long").items()) if seed not in (0, 1)]
-    of_later, _, _ = arms_table.summary(later)
-    first_compared = (
-        f"(eight pairs; this was first compared after two: the other six give {of_later.removeprefix('+')})"
-    )
+    of_later = {}
+    for arm in ("QaRL GRPO", "QaRL TBPO", "QaRL GSPO"):
+        later = [points for seed, points in sorted(deployed_by_seed("long", arm).items()) if seed not in (0, 1)]
+        of_later[arm] = arms_table.summary(later)[0].lstrip("+-")
+    first_compared = f"(eight pairs; this was first compared after two: the other six give {of_later['QaRL GRPO']})"
     assert f"as trained, ended {points[deployed]} points above rollout-only GRPO with GPTQ {first_compared}" in results
     assert f"with four times the updates of a quarter of the answers, it ended {below} below (eight pairs)" in results
     updates = [arms.REGIMES[regime]["updates"] for regime in ("long", "long_stale_slow")]
     assert updates[1] == 4 * updates[0]
-    assert f"as GSPO) ended {points[best_sides]} above it, and at the lower rate {tbpo_below} below" in results
+    of_tbpo = f"rollout-only GRPO with GPTQ (the other six {of_later['QaRL TBPO']})"
+    assert f"as GSPO) ended {points[best_sides]} above {of_tbpo}" in results
+    assert f"and at the lower rate {tbpo_below} below, QaRL GSPO" in results
     assert f"QaRL TBPO is {tbpo_of_both} above rollout-only TBPO with GPTQ" in results
     assert f"without TIS is {slow['the same, without TIS']} below QaRL GRPO" in results
     # "Five and six of eight, at the second one of eight": README.md, too.
@@ -249,7 +251,7 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     assert [above_by_name(regime, by_gspo) for regime in ("long", "long_stale_slow")] == ["3 of 8", "1 of 8"]
     assert "five, six (TBPO) and three (GSPO) of eight are above, at the lower rate one each" in results
     gspo_below = [of_rate[by_gspo].removeprefix("-") for of_rate in (points, slow)]
-    assert f"QaRL GSPO {gspo_below[0]} and {gspo_below[1]} below." in results
+    assert f"QaRL GSPO {gspo_below[0]} (the other six {of_later['QaRL GSPO']}) and {gspo_below[1]} below." in results
     untrained = json.loads((arms.FOLDER / "long_before.json").read_text())["scores"]["gptq"]
     for arm in ("QaRL GRPO", "QaRL TBPO", "QaRL GSPO"):
         assert statistics.fmean(shares_by_deployment("long", arm)["rounded"]) < untrained
@@ -267,6 +269,10 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     assert f"in 5 (GRPO), 6 (TBPO) and 3 (GSPO) of 8 pairs, {each}" in readme
     assert f"it is the other way round ({slow[deployed]}, eight pairs" in (ROOT / "dev" / "log.md").read_text()
 
+    by_seed = [arms_table.scores_by_seed("long", arm, "rounded") for arm in ("QaRL GSPO", "rollout-only TBPO")]
+    of_gspo, _, _ = arms_table.summary([100 * (by_seed[0][seed] - by_seed[1][seed]) for seed in sorted(by_seed[0])])
+    assert f"GSPO is {of_gspo.removeprefix('+')} above rollout-only TBPO." in results
+
     # "No arm is above that, except bf16 GRPO, by 0.8": the untrained start with GPTQ.
     start = json.loads((arms.FOLDER / "long_before.json").read_text())["scores"]["gptq"]
     best = {arm: max(map(statistics.fmean, shares_by_deployment("long", arm).values())) for arm in arms.PORTABLE_ARMS}
@@ -274,9 +280,9 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     assert f"{100 * (best['bf16 GRPO'] - start):.1f}" == "0.8"
 
 
-def deployed_by_seed(regime):
-    """Points of QaRL GRPO, rounded, above rollout-only GRPO by GPTQ."""
-    rounded = arms_table.scores_by_seed(regime, "QaRL GRPO", "rounded")
+def deployed_by_seed(regime, arm):
+    """Points of an arm, rounded, above rollout-only GRPO by GPTQ."""
+    rounded = arms_table.scores_by_seed(regime, arm, "rounded")
     by_gptq = arms_table.scores_by_seed(regime, "rollout-only GRPO", "gptq")
     return {seed: 100 * (rounded[seed] - by_gptq[seed]) for seed in rounded}
 
@@ -393,7 +399,21 @@ def test_figures_of_the_stale_toy_in_sentences_are_those_of_its_pairs():
     deployed = points_of(table)["QaRL GRPO rounded minus rollout-only GRPO by GPTQ"]
 
     assert f"above rollout-only in {above} of 32 pairs, rounded" in in_short()
-    assert f"over rollout-only GRPO with GPTQ was {deployed}, above 0 in four of eight pairs" in in_short()
+    of_pairs = f"{deployed} (here one standard error over pairs), above 0 in four of eight pairs"
+    assert f"over rollout-only GRPO with GPTQ was {of_pairs}" in in_short()
+
+    # Beside *hot*: a third of its rate, and four times its updates.
+    high, low = [arms.REGIMES[regime] for regime in ("hot_portable", "stale_portable")]
+    assert low["updates"] == 4 * high["updates"]
+    assert 3 * low["learning_rate"] == pytest.approx(high["learning_rate"])
+    cells = {arm: arms_table.read("stale_portable", arm) for arm in arms.PORTABLE_ARMS}
+    collapsed = {arm: sum(map(arms_table.collapsed, of_arm)) for arm, of_arm in cells.items()}
+    of_rollout_only = sum(number for arm, number in collapsed.items() if arm.startswith("rollout-only"))
+    assert not any(number for arm, number in collapsed.items() if arm.startswith("QaRL"))
+    learners = (ROOT / "docs" / "which_learner.md").read_text()
+    assert (
+        f"with four times the updates, {of_rollout_only} of 32 runs still collapsed, and none of QaRL's." in learners
+    )
 
 
 def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
@@ -420,8 +440,15 @@ def test_figures_of_the_distilled_start_in_sentences_are_those_of_its_file():
     of_starts = points["QaRL rounded, this start minus that of *long*"]
     assert f"ended {of_starts} points lower" in text
     results = (ROOT / "docs" / "results.md").read_text()
-    assert f"above QaRL from there (on [a toy](#long-answers) {of_starts})" in results
-    assert f"(on the toy QaRL ended {points['QaRL minus rollout-only, both rounded']} above)" in results
+    place = "../benchmarks/results/arms/README.md#long-from-a-distilled-start"
+    assert f"above QaRL from that start ([on a toy]({place}) {of_starts})" in results
+    of_three = points["QaRL minus rollout-only, both rounded"]
+    rounded = [
+        arms_table.scores_by_seed("long_distilled", arm, "rounded") for arm in ("QaRL GRPO", "rollout-only GRPO")
+    ]
+    first, second, third = [f"{100 * (rounded[0][seed] - rounded[1][seed]):+.1f}" for seed in sorted(rounded[0])]
+    assert f"(on the toy QaRL ended {of_three} above, in three pairs {first}, {second} and {third}, but no" in results
+    assert f"also rounded ({first}, {second} and {third})." in text
     bf16 = arms_table.scores_by_seed("long", "bf16 GRPO", "gptq")
     above = [cell for cell in cells if cell["scores"]["rounded"] > bf16[cell["seed"]]]
     assert (len(above), len(cells), len(bf16)) == (1, 3, 8)

@@ -119,14 +119,14 @@ def test_the_advice_has_the_figures_of_its_pairs():
             f"{by_start['others']} from others)",
             f"From there QaRL ended {below_bf16} points below bf16 rollouts with GPTQ, and {from_distilled} above "
             "rollout-only with GPTQ, both from the undistilled start, where rollout-only with GPTQ is weak; and "
-            f"{to_undistilled} above QaRL from there",
+            f"{to_undistilled} above QaRL from that start",
             f"ended {of_distilled} below QaRL, but solved more problems in *any* of four samples ({in_any}), and was "
             f"above by GPTQ ({by_gptq}) and in bfloat16 ({in_bfloat16})",
         ],
         "docs/which_learner.md": [
             f"{of_rollout_only} points below bf16 rollouts, both with GPTQ",
-            f"[QaRL](results.md) from there ended {of_distilled} above rollout-only from there, but {in_any} below in "
-            f"problems solved by *any* of four samples, and {by_gptq} by GPTQ",
+            f"[QaRL](results.md) from a distilled start ended {of_distilled} above rollout-only from the same, but "
+            f"{in_any} below in problems solved by *any* of four samples, and {by_gptq} by GPTQ",
             f"over 14 pairs, as trained, it is {as_trained} points below rollout-only with GPTQ",
         ],
         "docs/recover.md": [
@@ -135,9 +135,10 @@ def test_the_advice_has_the_figures_of_its_pairs():
             f"and moved rollout-only by {moved_by_gptq}.",
         ],
         "README.md": [
-            f"QaRL was {rounded} points above rollout-only, both rounded (18 pairs), and lost to GPTQ",
+            f"QaRL was {rounded} points above rollout-only, both rounded (18 pairs; {by_start['the next']} from one "
+            f"start, {by_start['others']} from others), and lost to GPTQ",
             f"rollout-only, then GPTQ, was {as_trained} points better ([14 pairs]",
-            f"it ended {below_bf16} below bf16 rollouts from the start as it was, with GPTQ, and rollout-only "
+            f"QaRL ended {below_bf16} below bf16 rollouts from the start as it was, with GPTQ, and rollout-only "
             f"{rollout_only_below} (three pairs of one start)",
         ],
     }
@@ -209,7 +210,7 @@ def test_rollout_only_from_a_distilled_start_is_beside_the_same_seeds_without():
 
     for page in ("results.md", "which_learner.md"):
         text = (ROOT / "docs" / page).read_text()
-        of_gptq = "rollout-only with GPTQ (three pairs of one start), which is weak there"
+        of_gptq = "rollout-only with GPTQ from the start as it was, which is weak there (three pairs of one start)"
         assert f"ended {gain} points above {of_gptq}" in text
 
 
@@ -271,7 +272,10 @@ def test_figures_in_sentences_are_those_of_the_cells():
                 cell = real_table.read_cell("undistilled", arm, seed)
                 rows.append(mean_over_deployments(before, cell, greedy))
         gains[greedy] = real_table.mean_gain(rows).removeprefix("+")
-    assert f"gained {gains[False]} points on sampled answers, and {gains[True]} on greedy ones" in results
+    # Greedily, in the order of the arms above.
+    bf16, rollout_only, qarl = [real_table.mean_gain(rows[first : first + 3]).removeprefix("+") for first in (0, 3, 6)]
+    by_arm = f"(bf16 rollouts {bf16}, QaRL {qarl}, rollout-only {rollout_only})"
+    assert f"gained {gains[False]} points on sampled answers, and {gains[True]} on greedy ones {by_arm}" in results
 
     # The choice of the first table, and the other pairs in groups of 64.
     pairs = real_table.pairs_of_choice(("rollout-only", "gptq"), ("QaRL", "low_bit"))
@@ -538,9 +542,9 @@ def test_recover_gives_what_distilling_again_costs():
             greedily.append(statistics.fmean(trained) - statistics.fmean(again))
 
     assert len(points) == 4
-    lost = f"after RL, two pairs of SmolLM2 lost {-max(points):.1f} to {-min(points):.1f} points"
+    lost = f"two pairs of SmolLM2 lost {-max(points):.1f} to {-min(points):.1f} points"
     lost_greedily = f"(greedily {min(greedily):.1f} to {max(greedily):.1f})"
-    assert f"{lost} {lost_greedily}" in (ROOT / "docs" / "recover.md").read_text()
+    assert f"after RL from a distilled start, {lost} {lost_greedily}" in (ROOT / "docs" / "recover.md").read_text()
 
 
 def test_recover_gives_the_scores_of_awq():
