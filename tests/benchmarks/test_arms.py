@@ -264,6 +264,13 @@ def test_figures_of_the_long_toy_in_sentences_are_those_of_its_pairs():
     ]
     learners = (ROOT / "docs" / "which_learner.md").read_text()
     assert f"rollout-only GRPO with GPTQ had {by_rate[0]} there, not {by_rate[1]}" in learners
+    losses = {}
+    for arm in ("rollout-only TBPO", "rollout-only GRPO"):
+        regimes = ("long", "long_stale_slow")
+        means = [100 * statistics.fmean(shares_by_deployment(regime, arm)["gptq"]) for regime in regimes]
+        losses[arm] = [f"{mean:.0f}" for mean in means]
+    of_tbpo = f"had {' and '.join(losses['rollout-only TBPO'])} % on the long toy"
+    assert f"{of_tbpo}, not {' and '.join(losses['rollout-only GRPO'])}." in learners
     readme = (ROOT / "README.md").read_text()
     each = "at a third of the rate, with four times the updates, in 1 each"
     assert f"in 5 (GRPO), 6 (TBPO) and 3 (GSPO) of 8 pairs, {each}" in readme
