@@ -19,6 +19,6 @@ if __name__ == "__main__":
     urls = tomllib.loads((here / "pyproject.toml").read_text())["project"]["urls"]
     # There README.md has no files beside it, so its links lead into the repository.
     readme = absolute((here / "README.md").read_text(), urls["Repository"])
-    # The same format without extended headers, which would be the fractions of each file's seconds, 2 % of the archive.
+    # The same format without extended headers: the fractions of each file's seconds would be 2 % of the archive.
     tarfile.TarFile.format = tarfile.USTAR_FORMAT
     setup(long_description=readme, long_description_content_type="text/markdown")
