@@ -25,7 +25,7 @@ COMMANDS = {
     "eval": (".tools.evaluate.command:main", "score a checkpoint on math problems, through vLLM"),
     "report": (".tools.report.page:main", "write one page about one or more runs: a verdict and plots"),
     "doctor": (".tools.doctor.command:main", "check machine, recipe, data and rewards, and measure the mismatch"),
-    "export": (".tools.export.command:main", "quantize a checkpoint or a LoRA adapter for vLLM"),
+    "export": (".tools.export.command:main", "round a checkpoint or a merged LoRA adapter to nearest, for vLLM"),
     "push": (".tools.push:main", "push a low-bit model with its card to the Hub"),
     "schemes": (".cli:schemes", "list the schemes: when to take which, and where they run"),
 }
