@@ -133,8 +133,8 @@ def repository_of(
         _check_base(repository, token, revision, saved_in)
 
     # A model in high precision goes on in the repository of its start, as with TRL.
-    replaces_its_kind = not (args.quantized or is_adapter)
-    if not replaces_its_kind and start._name_or_path == repository and _is_branch_of(start, args, token, revision):
+    is_of_another_kind = args.quantized or is_adapter
+    if is_of_another_kind and start._name_or_path == repository and _is_branch_of(start, args, token, revision):
         raise ValueError(
             f"A push to {repository} would replace the model that the run starts from: set hub_model_id to another "
             "repository, or hub_revision to another branch."
