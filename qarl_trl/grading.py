@@ -52,8 +52,10 @@ _SET_AS_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{
 _SPACES = re.compile(r"(?:\s|~|\\[ ,;!])+")
 # Numbers and formulas of commands alone are for math-verify to compare.
 _LETTER = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]")
-# \boxed{12 000}, which math-verify reads as 12 times 0. The spaces may be narrow, or not to be broken.
-_SPACED_THOUSANDS = re.compile(r"(?<=\\boxed\{)[1-9]\d{0,2}(?:[ ~\u00a0\u2009\u202f]\d{3})+(?=\.\d+\}|\})")
+# 12 000 and 12\,000, which math-verify reads as 12 times 0. The spaces may be narrow, or not to be broken. Not the
+# fraction of 2 100/3, nor what follows an exponent.
+_SPACE = r"(?:[ ~\u00a0\u2009\u202f]|\\[,; ])"
+_SPACED_THOUSANDS = re.compile(rf"(?<![\w.,^])[1-9]\d{{0,2}}(?:{_SPACE}\d{{3}})+(?!\d|/|{_SPACE}\d)")
 # "1 1/2", which math-verify reads as a product.
 _MIXED_NUMBER = re.compile(r"(?<![\w./])(\d{1,30}) (\d{1,30})/(\d{1,30})(?!\.?\d|/)")
 # What the whole part of one is only the end of: 1,000 1/2 and x^2 1/2.

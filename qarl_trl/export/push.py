@@ -52,6 +52,8 @@ NAME_CODE = (CONFIG, "tokenizer_config.json", "processor_config.json", "*preproc
 # A push deletes such files if the new model lacks them, and other `MODEL_FILES`, too: an engine would load them.
 TEMPLATES = "additional_chat_templates/"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "adapter_config.json")
+# A start that is pinned by its commit may be on any branch. The main one is likely.
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def open_repo(
@@ -145,10 +147,13 @@ def repository_of(
 def _is_branch_of(start: PretrainedConfig, args: Any, token: str | None, revision: str | None) -> bool:
     """Whether a model is the content of a branch of its repository, which exists."""
     branch = revision or "main"
-    if branch == ((args.model_init_kwargs or {}).get("revision") or "main"):
+    start_branch = (args.model_init_kwargs or {}).get("revision") or "main"
+    if _COMMIT.fullmatch(start_branch):
+        start_branch = "main"
+    if branch == start_branch:
         return True
 
-    # A script may have loaded it from any branch. A new branch has the content of the main one.
+    # A script may have loaded it from any branch, or a run by a tag. A new branch has the content of the main one.
     commit = getattr(start, "_commit_hash", None)
     if commit is None:
         return False
@@ -156,7 +161,7 @@ def _is_branch_of(start: PretrainedConfig, args: Any, token: str | None, revisio
     api = HfApi(token=token)
     with _errors_named(name, api, ""):
         heads = {each: api.model_info(name, revision=each).sha for each in ("main", branch)}
-    return commit == heads[branch] and commit != heads["main"]
+    return commit == heads[branch] and (branch == "main" or commit != heads["main"])
 
 
 def base_repository(adapter: str) -> str:

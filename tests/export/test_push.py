@@ -481,6 +481,11 @@ def test_a_low_bit_model_does_not_replace_the_start_of_its_run(hub, model, tmp_p
     with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
         begin("me/toy", commit_of("me/toy", "dev"), hub_revision="dev")
 
+    # Nor does a commit by which a run is pinned hide that it is that of the main branch, nor does a tag.
+    for pin in (commit_of("me/toy"), "v1"):
+        with pytest.raises(ValueError, match="push to me/toy would replace the model that the run starts from"):
+            begin("me/toy", commit_of("me/toy"), model_init_kwargs={"revision": pin})
+
     # A script that calls `push_to_hub` by itself, and again after a push to another branch.
     trainer = begin("me/toy", push_to_hub=False)
     before = hub.files("me/toy")
